@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime.reporting import FileReporter
-from elasticflow_airflow.runtime.session import Session
+from elasticflow_airflow.runtime.session_core import SessionCore
 from elasticflow_airflow.runtime.stepping import loss_target, measuring
 from elasticflow_airflow.runtime.stepping.gradient_step import GradientStep
 
@@ -59,7 +59,7 @@ PARTS = [
     (measuring.NormSchedule, ("step_done",), None),
     (GradientStep, ("_measure",), None),
     (loss_target.LossTrack, ("add",), None),
-    (Session, ("_progress", "_report_worker"), None),
+    (SessionCore, ("say_progress", "say_worker"), None),
 ]
 for owner, names, result in PARTS:
     for name in names:
@@ -69,8 +69,8 @@ if way == "without":
     measuring.NormSchedule.due = property(lambda self: False)
 
 session = runtime.init(steps=steps, logical_workers=8, checkpoint_interval_s=1e6, target_loss=-1.0)
-session._context.reporter = FileReporter(Path.cwd(), 1, "bench")
-session._speed._interval_s = FileReporter.interval_s
+session._core.context.reporter = FileReporter(Path.cwd(), 1, "bench")
+session._core.speedometer._interval_s = FileReporter.interval_s
 if kind == "bert":
     from transformers import BertConfig, BertForSequenceClassification
     model = BertForSequenceClassification(BertConfig(hidden_size=256, num_hidden_layers=4, vocab_size=30_000,
@@ -99,7 +99,7 @@ for _ in session.epochs():
 took_s = times[-1] - began_s
 pairs = sorted(b - a for a, b in zip(times[steps // 6 :], times[steps // 6 + 1 :]))
 reports = sum(1 for path in Path.cwd().glob("reports/*") for _ in path.open())
-measured = session._gradient_step.noise.measured
+measured = session._core.gradient_step.noise.measured
 os.write(1, f"COST {spent[0] / took_s} {1000 * pairs[len(pairs) // 2]} {reports} {measured}\\n".encode())
 os._exit(0)
 """

@@ -1,7 +1,7 @@
-"""ElasticFlow for Apache Airflow: training jobs that say what to train and by when.
+"""ElasticFlow for Apache Airflow: training jobs that state what to train and by when.
 
-Importing this package is free on purpose: Airflow imports it in every process, and training
-machines have neither Airflow nor SQLAlchemy. Only the version and the provider's description live here.
+Importing this package must stay cheap: Airflow imports it in every process, and training machines have neither Airflow
+nor SQLAlchemy. Only the version and the provider's description are defined here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = ["__version__", "get_provider_info"]
 
-# First: what is found by the path of a package that has moved would be a second copy of its modules.
+# Comes first in meta_path: the path-based finder would load a second copy of a moved package's modules.
 sys.meta_path.insert(0, MovedModules())
 
 

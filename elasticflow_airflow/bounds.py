@@ -1,12 +1,12 @@
-"""What the numbers and texts that others give may be: the limits, and what to do where one is exceeded.
+"""Limits on numbers and strings from outside, and checks that say how to fix a value that exceeds one.
 
-Everything that comes from outside is held to these: requests (``api.fields``), reports and progress files of training
-scripts, manifests of checkpoints. They are what the store's columns, a file system, a process and floats can hold, so
-that nobody's number can break what is worked out for all. Pure, and the standard library only: supervisors and training
-interpreters use it as well.
+Everything that comes from outside is checked against them: requests (``api.fields``), reports and progress files of
+training scripts, checkpoint manifests. The limits are what the store's columns, a file system, a process and floats can
+hold, so that one client's value cannot break the scheduling of all jobs. Pure, and uses the standard library only:
+supervisors and training interpreters import it as well.
 
-Each function returns what is wrong with a value and what to do about it, or None when all is well. A value is quoted
-only where it is a number: a text may be a secret.
+Each ``*_problem`` function returns what is wrong with a value and how to fix it, or None if the value is valid. A
+message quotes a value only if it is a number, because a string may be a secret.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ EARLIEST_S: Final = 0.0
 LATEST_S: Final = datetime(2100, 1, 1, tzinfo=UTC).timestamp()
 """Times are between 1970 and the year 2100, in UTC seconds."""
 LONGEST_S: Final = 10 * 366 * 86400.0
-"""Ten years: no lease, and nothing else that lasts, is longer."""
+"""Ten years: the upper limit of leases and all other durations."""
 MOST_COUNT: Final = 2**31 - 1
-"""What an integer column holds (PostgreSQL has 32 bits): steps, epochs, claims, sizes of batches."""
+"""Maximum of an integer column (32 bits in PostgreSQL): steps, epochs, claims, batch sizes."""
 MOST_SAMPLES: Final = 2**53
-"""Up to here a float counts exactly."""
+"""Up to this number a float represents every integer exactly."""
 MOST_BYTES: Final = 2**63 - 1
-"""What a column of 64 bits holds."""
+"""Maximum of a 64-bit integer column."""
 MOST_WORKERS: Final = 2**20
 MOST_NODES: Final = 1000
-"""How many more nodes a question may try on."""
+"""How many extra nodes a what-if request may assume."""
 LEAST_VALUE: Final = 1e-9
 MOST_VALUE: Final = 1e12
-"""What a deadline may be worth: values are multiplied, divided and added up."""
+"""Bounds of a job's value: values are multiplied, divided and summed."""
 SLOWEST_STEPS_PER_S: Final = 1e-9
 FASTEST_STEPS_PER_S: Final = 1e9
 LARGEST_LOSS: Final = 1e38
-"""About what 32 bits of a float hold; its square is a float, too."""
+"""About the largest 32-bit float; its square still fits a 64-bit float."""
 NAME_CHARACTERS: Final = 250
-"""As long as Airflow's ids may be."""
+"""Maximum length of Airflow's ids."""
 KEY_BYTES: Final = 1600
-"""The ids of a task together, as JSON: they are indexed, and an index entry of PostgreSQL has 2,704 bytes at most."""
+"""Limit of a task's ids together, as JSON: they are indexed, and a PostgreSQL index entry has at most 2,704 bytes."""
 TEXT_CHARACTERS: Final = 2000
-"""A reason, or another sentence."""
+"""Limit of a reason or another sentence."""
 MESSAGE_CHARACTERS: Final = 20_000
-"""What a training says of its end: a traceback."""
+"""Limit of a training's final message, such as a traceback."""
 PATTERN_CHARACTERS: Final = 4096
 PATH_BYTES: Final = 4096
 COMPONENT_BYTES: Final = 255
-"""What Linux takes: a path, and what stands between two slashes of it."""
+"""Linux limits of a path and of one path component."""
 ARGUMENT_BYTES: Final = 128 * 1024 - 1
-"""What Linux takes: one argument of a program, or one environment variable with its name."""
+"""Linux limit of one program argument, or of one environment variable including its name."""
 COMMAND_BYTES: Final = 1024 * 1024
-"""All arguments and environment variables of a script together: Linux takes 2 MiB with all that is there already."""
+"""Limit of all arguments and environment variables of a script; Linux takes 2 MiB including those already set."""
 MOST_ARGUMENTS: Final = 10_000
 MOST_LABELS: Final = 100
 METRICS_BYTES: Final = 64 * 1024
@@ -63,7 +63,7 @@ _YEAR_S: Final = 366 * 86400.0
 
 
 def time_problem(at_s: float) -> str | None:
-    """What is wrong with a time in UTC seconds."""
+    """Return what is wrong with a time in UTC seconds, or None."""
     if not _finite(at_s):
         return "must be a finite number: give UTC seconds"
     if EARLIEST_S <= at_s <= LATEST_S:
@@ -76,7 +76,7 @@ def time_problem(at_s: float) -> str | None:
 
 
 def ahead_problem(at_s: float, now_s: float) -> str | None:
-    """What is wrong with a time that may be long ago, and not many years ahead."""
+    """Return what is wrong with a time that may lie in the past but not many years ahead, or None."""
     problem = time_problem(at_s)
     if problem is not None or at_s <= now_s + LONGEST_S:
         return problem
@@ -89,7 +89,7 @@ def ahead_problem(at_s: float, now_s: float) -> str | None:
 def number_problem(
     value: float, least: float, most: float, unit: str = "", *, above: bool = False, remedy: str = ""
 ) -> str | None:
-    """What is wrong with a number of ``least`` (``above``: more than that) to ``most``."""
+    """Return what is wrong with a number from ``least`` (with ``above``: excluding it) to ``most``, or None."""
     remedy = remedy or ("give less" if value > most else "give more")
     unit = unit and f" {unit}"
     side = "more than" if above else "at least"
@@ -102,12 +102,12 @@ def number_problem(
 
 
 def count_problem(value: int, least: int = 0, most: int = MOST_COUNT) -> str | None:
-    """What is wrong with a whole number."""
+    """Return what is wrong with an integer, or None."""
     return number_problem(value, least, most)
 
 
 def total_steps_problem(epochs: int, samples: int, global_batch_size: int) -> str | None:
-    """What is wrong with a length in epochs: its steps are counted, too."""
+    """Return what is wrong with a length in epochs, or None: its total number of steps is limited, too."""
     steps = epochs * -(-samples // global_batch_size)
     if steps <= MOST_COUNT:
         return None
@@ -118,14 +118,17 @@ def total_steps_problem(epochs: int, samples: int, global_batch_size: int) -> st
 
 
 def loss_problem(loss: float) -> str | None:
-    """What is wrong with a loss. One that is no number is for others to judge: it says that the training diverged."""
+    """Return what is wrong with a loss, or None. NaN and infinity pass: callers treat them as a diverged training."""
     if abs(loss) <= LARGEST_LOSS or not _finite(loss):
         return None
     return f"{shown(loss)} must be between -{LARGEST_LOSS:g} and {LARGEST_LOSS:g}: divide it, or report another number"
 
 
 def text_problem(text: str, most: int = TEXT_CHARACTERS) -> str | None:
-    """What is wrong with a text of at most so many characters, which must be storable, and fit for any program."""
+    """Return what is wrong with a string of at most ``most`` characters, or None.
+
+    It must be storable and usable as a program argument: no NUL character, no unpaired surrogate.
+    """
     if len(text) > most:
         return f"has {len(text)} characters, and may have {most}: shorten it"
     at = text.find("\0")
@@ -139,7 +142,7 @@ def text_problem(text: str, most: int = TEXT_CHARACTERS) -> str | None:
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """What is wrong with the regular expression that finds the step in a script's output."""
+    """Return what is wrong with the regular expression that finds the step in a script's output, or None."""
     try:
         groups = re.compile(pattern).groups
     except (re.error, RecursionError, OverflowError) as error:
@@ -148,7 +151,7 @@ def pattern_problem(pattern: str) -> str | None:
 
 
 def path_problem(path: str) -> str | None:
-    """What is wrong with a path of Linux."""
+    """Return what is wrong with a Linux path, or None."""
     problem = text_problem(path, PATH_BYTES)
     if problem is not None:
         return problem
@@ -162,7 +165,7 @@ def path_problem(path: str) -> str | None:
 
 
 def argument_problem(text: str) -> str | None:
-    """What is wrong with an argument of a program, or with a variable of its environment."""
+    """Return what is wrong with a program argument or a ``NAME=value`` environment variable, or None."""
     problem = text_problem(text, ARGUMENT_BYTES)
     if problem is None and len(text.encode()) > ARGUMENT_BYTES:
         return f"has {len(text.encode())} bytes, and may have {ARGUMENT_BYTES}: put it into a file"
@@ -170,7 +173,7 @@ def argument_problem(text: str) -> str | None:
 
 
 def environment_problem(what: str, environment: Mapping[str, str]) -> str | None:
-    """What is wrong with variables of a program's environment; neither names nor values are told."""
+    """Return what is wrong with environment variables, or None; the message reveals neither names nor values."""
     for number, (name, value) in enumerate(environment.items(), 1):
         if not name or "=" in name:
             return f"{what}: variable {number} has a name that is empty or holds '=': no program could read it"
@@ -181,7 +184,7 @@ def environment_problem(what: str, environment: Mapping[str, str]) -> str | None
 
 
 def command_problem(args: Iterable[str], environment: Mapping[str, str]) -> str | None:
-    """What is wrong with the arguments and the environment of a program, taken together."""
+    """Return what is wrong with the total size of a program's arguments and environment, or None."""
     words = [*args, *(f"{name}={value}" for name, value in environment.items())]
     length = sum(len(word.encode()) + 1 for word in words)
     if length <= COMMAND_BYTES:
@@ -190,7 +193,7 @@ def command_problem(args: Iterable[str], environment: Mapping[str, str]) -> str 
 
 
 def key_problem(namespace: str, dag_id: str, task_id: str) -> str | None:
-    """What is wrong with the ids of a task, taken together."""
+    """Return what is wrong with the total length of a task's ids, or None."""
     length = len(json.dumps([namespace, dag_id, task_id]))
     if length <= KEY_BYTES:
         return None
@@ -201,7 +204,7 @@ def key_problem(namespace: str, dag_id: str, task_id: str) -> str | None:
 
 
 def json_problem(value: Any, depth: int = METRICS_DEPTH, size: int = METRICS_BYTES) -> str | None:
-    """What is wrong with a JSON value that is kept: its depth, its size as text, its numbers, its texts."""
+    """Return what is wrong with a JSON value to store, or None: depth, serialised size, numbers and strings."""
     level: list[Any] = [value]
     for _ in range(depth + 1):
         deeper: list[Any] = []
@@ -228,14 +231,17 @@ def json_problem(value: Any, depth: int = METRICS_DEPTH, size: int = METRICS_BYT
 
 
 def clean_text(text: str, most: int = MESSAGE_CHARACTERS, *, tail: bool = False) -> str:
-    """The text as it can be kept: its first characters, or with ``tail`` its last ones; what is none becomes a mark."""
+    """Return the text in storable form: its first ``most`` characters, or with ``tail`` the last ones.
+
+    Characters that cannot be stored are replaced.
+    """
     if len(text) > most:
         text = f"... {text[-most:]}" if tail else f"{text[:most]} ..."
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
 
 
 def shown(number: float) -> str:
-    """A number for a sentence, however large it is."""
+    """Format a number for a message, however large it is."""
     if isinstance(number, int) and abs(number) >= 10**18:
         digits = int(number.bit_length() * math.log10(2))
         return f"{'-' if number < 0 else ''}about 1e{digits}"
@@ -243,5 +249,5 @@ def shown(number: float) -> str:
 
 
 def _finite(number: float) -> bool:
-    """Whether a number is finite; a whole number is, also one that no float can hold."""
+    """Whether a number is finite; an integer always is, even one that no float can hold."""
     return isinstance(number, int) or math.isfinite(number)

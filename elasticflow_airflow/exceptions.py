@@ -1,7 +1,7 @@
-"""How an elastic task can fail, as types: for retry policies and callbacks to tell one end from another.
+"""The ways in which an elastic task can fail, as types that retry policies and callbacks can distinguish.
 
-Those that another try cannot help are AirflowFailExceptions: Airflow then fails the task without a retry, whatever
-its retry policy is.
+Failures that a retry cannot fix are AirflowFailExceptions: Airflow then fails the task without a retry, whatever its
+retry policy is.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from elasticflow_airflow.times import duration
 
 
 class JobRejected(AirflowFailException):
-    """The deadline cannot be promised; the message names the earliest that could be."""
+    """The deadline cannot be promised; the message names the earliest deadline that could be."""
 
 
 class JobCancelled(AirflowFailException):
-    """Somebody cancelled the job."""
+    """The job was cancelled."""
 
 
 class JobTakenOver(AirflowFailException):
@@ -33,23 +33,23 @@ class JobFailed(AirflowException):
 
 
 class ServiceAway(AirflowException):
-    """The service did not answer for too long. A retry attaches to the same job, which trains on meanwhile."""
+    """The service did not answer for too long. A retry attaches to the same job, which keeps training meanwhile."""
 
 
 class ServiceRefused(AirflowFailException):
-    """The service answers, but not to us: a wrong token, another version, or another program on that port."""
+    """The service answers but refuses this client: a wrong token, another version, or another program on that port."""
 
 
 class UnusableConnection(AirflowFailException):
-    """The Airflow connection says what cannot be used: another type, an address that is none, a wrong extra."""
+    """The Airflow connection is unusable: wrong type, invalid address or invalid extra."""
 
 
 class MissingConnection(UnusableConnection, AirflowNotFoundException):
-    """There is no such Airflow connection."""
+    """The Airflow connection does not exist."""
 
 
 def as_task_error(error: ElasticFlowError) -> AirflowException:
-    """Say as an exception of a task what a call of the service came to."""
+    """Convert a client error into the exception that the task raises."""
     if isinstance(error, ServiceUnavailable):
         return ServiceAway(str(error))
     if isinstance(error, (Unauthorized, IncompatibleService)):
@@ -58,7 +58,7 @@ def as_task_error(error: ElasticFlowError) -> AirflowException:
 
 
 def after_waiting(error: ElasticFlowError | AirflowException, away_s: float) -> AirflowException:
-    """Say as an exception of a task why a wait for the service was given up after so many seconds."""
+    """Build the exception for a task that stopped waiting for the service after ``away_s`` seconds."""
     why = f"{error}; it has been away for {duration(away_s)}"
     refused = isinstance(error, (Unauthorized, IncompatibleService, AirflowFailException))
     return ServiceRefused(why) if refused else ServiceAway(why)

@@ -1,4 +1,4 @@
-"""Finds the service that a connection names, and makes clients for it, in workers (sync) and triggerers (async)."""
+"""Resolves an Airflow connection to a service and creates clients for it, for workers (sync) and triggerers (async)."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _ONE_MACHINE = frozenset({"LocalExecutor", "SequentialExecutor", "DebugExecutor"
 class ElasticFlowHook(BaseHook):
     """Connection to an elasticflow service (connection type ``elasticflow``).
 
-    Host, port and scheme name a served service, the password is its token; ``unix:///path`` as host names a socket.
-    Extra: ``namespace``, ``verify`` (true, false or a CA bundle), ``timeout_s``, ``state_dir``. Without the *default*
-    connection, or with an empty host, the embedded service of this machine is used, and started when needed; a
-    missing connection of another name is an error. With an executor that runs tasks on several machines the default
-    connection may not be missing either: each machine would start a service of its own. A connection that is missing,
-    or cannot be used, fails a task without a retry (``MissingConnection``, ``UnusableConnection``).
+    Host, port and scheme are the address of a service started with ``elasticflow serve``, the password is its token;
+    ``unix:///path`` as host names a socket. Extra: ``namespace``, ``verify`` (true, false or a CA bundle),
+    ``timeout_s``, ``state_dir``. If the *default* connection is missing, or the host is empty, the embedded service of
+    this machine is used, and started when needed. Any other missing connection is an error, and so is a missing default
+    connection with an executor that runs tasks on several machines, each of which would start its own service. A
+    missing or unusable connection fails a task without a retry (``MissingConnection``, ``UnusableConnection``).
     """
 
     conn_name_attr = "elasticflow_conn_id"
@@ -54,29 +54,29 @@ class ElasticFlowHook(BaseHook):
         self._resolved = False
 
     def get_conn(self) -> ElasticFlowClient:
-        """Make a client, starting the embedded service if that is the one."""
+        """Create a client; starts the embedded service if the connection resolves to it."""
         return self.client()
 
     def client(self, *, retry_for_s: float = 60.0, timeout_s: float | None = None) -> ElasticFlowClient:
-        """Make a blocking client; the caller closes it. Arguments as of ElasticFlowClient."""
+        """Create a blocking client, which the caller closes. The arguments are those of ElasticFlowClient."""
         return ElasticFlowClient(self.endpoint(), retry_for_s=retry_for_s, timeout_s=timeout_s or self._timeout_s)
 
     async def async_client(self, *, retry_for_s: float = 60.0) -> AsyncElasticFlowClient:
-        """Make an async client without blocking the event loop; the caller closes it. Its connections are shared."""
+        """Create an async client, which the caller closes, without blocking the event loop. It shares connections."""
         await self._aresolve()
         endpoint = self._locate()
         transport = shared_transport(endpoint)
         return AsyncElasticFlowClient(endpoint, retry_for_s=retry_for_s, timeout_s=self._timeout_s, transport=transport)
 
     async def triggerer_client(self, state_dir: str | None, *, retry_for_s: float = 60.0) -> AsyncElasticFlowClient:
-        """As ``async_client``; ``state_dir`` names the embedded service that the worker used, where it was one."""
+        """Like ``async_client``; ``state_dir`` names the embedded service that the worker used, or is None."""
         if state_dir is not None:
             endpoint = embedded_endpoint(Path(state_dir))
             return AsyncElasticFlowClient(endpoint, retry_for_s=retry_for_s, transport=shared_transport(endpoint))
         return await self.async_client(retry_for_s=retry_for_s)
 
     def endpoint(self, *, start: bool = True) -> Endpoint:
-        """Where the service is. ``start`` starts the embedded one if nobody answers there."""
+        """Return the address of the service. ``start``: start the embedded service if it does not answer."""
         self._resolve()
         endpoint = self._locate()
         if start and endpoint.embedded_state_dir is not None:
@@ -87,7 +87,7 @@ class ElasticFlowHook(BaseHook):
     def namespace(self) -> str:
         """Namespace of this Airflow's jobs: the connection's, else the configuration's.
 
-        Raises UnusableConnection for one that no service takes.
+        Raises UnusableConnection for a namespace that no service would accept.
         """
         self._resolve()
         given, where = self._extra.get("namespace"), "[elasticflow] namespace"
@@ -100,7 +100,7 @@ class ElasticFlowHook(BaseHook):
         return name
 
     def test_connection(self) -> tuple[bool, str]:
-        """Say whether the service answers, for the button in Airflow's connection form. It starts none."""
+        """Return whether the service answers, for the button in Airflow's connection form. Starts no service."""
         try:
             endpoint = for_looking(self.endpoint(start=False))
             with ElasticFlowClient(endpoint, retry_for_s=0.0, timeout_s=self._timeout_s) as client:
@@ -158,7 +158,7 @@ class ElasticFlowHook(BaseHook):
             ) from error
 
     def _check(self) -> None:
-        """Refuse a connection that cannot be meant, or whose extra cannot be used."""
+        """Check the connection's type and extra. Raises UnusableConnection."""
         connection, named = self._connection, f"elasticflow_conn_id={self.elasticflow_conn_id!r}"
         if connection is None:
             return
@@ -194,10 +194,10 @@ class ElasticFlowHook(BaseHook):
 
 
 def distributed_executor() -> str | None:
-    """Return what ``[core] executor`` says if any of its executors runs tasks on other machines, else None.
+    """Return the value of ``[core] executor`` if any of its executors runs tasks on other machines, else None.
 
-    Under ``dag.test()`` none does, whatever it says. A pod of the KubernetesExecutor is told LocalExecutor by Airflow's
-    own pod templates; the executor marks it by a variable.
+    Returns None under ``dag.test()``, whatever the setting. In a pod of the KubernetesExecutor, Airflow's own pod
+    templates set LocalExecutor; such a pod is recognised by an environment variable.
     """
     if type(getattr(task_runner, "SUPERVISOR_COMMS", None)).__name__ == "InProcessSupervisorComms":
         return None
@@ -217,7 +217,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _verify(value: Any) -> bool | str:
-    """Read the connection's ``verify``: absent means True; text is a switch or the path of a CA bundle."""
+    """Parse the connection's ``verify``: absent means True; a string is a boolean or the path of a CA bundle."""
     if value is None or value == "":
         return True
     if isinstance(value, bool):

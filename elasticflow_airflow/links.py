@@ -1,7 +1,7 @@
-"""The button on a task instance that leads to its job's page.
+"""The link from a task instance to its job's page.
 
-The address follows from the task instance alone, so that it is the same whoever computes it and whenever: Airflow asks
-for it in the task's process, at each end of an execution (a deferral too), and stores what it is told.
+The URL depends on the task instance alone, so that it is the same wherever and whenever it is computed: Airflow calls
+``get_link`` in the task's process at each end of an execution (including a deferral) and stores the result.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from airflow.sdk import BaseOperatorLink
 from airflow.sdk.configuration import conf
 
 PAGE = "plugin/elasticflow"
-"""Where Airflow shows the plugin's view; what follows is the address inside its frame."""
+"""Path under which Airflow shows the plugin's view; the rest of the URL is the address inside its frame."""
 
 
 class ElasticFlowJobLink(BaseOperatorLink):
-    """Leads to the page of the task's job: progress, workers, decisions and their reasons."""
+    """Link to the page of the task's job: progress, workers, decisions and their reasons."""
 
     name = "ElasticFlow job"
 
     def get_link(self, operator: Any, *, ti_key: Any) -> str:  # noqa: ARG002 - Airflow's signature
-        """Make the address of the page. ``ti_key`` is a TaskInstanceKey, or a task instance."""
+        """Return the URL of the page. ``ti_key`` is a TaskInstanceKey or a task instance."""
         return job_url(ti_key.dag_id, ti_key.run_id, ti_key.task_id, ti_key.map_index)
 
 
 def job_url(dag_id: str, run_id: str, task_id: str, map_index: int | None = -1) -> str:
-    """Make the address of a task instance's page, under ``[api] base_url`` (relative to the host without one)."""
+    """Return the URL of a task instance's page, under ``[api] base_url`` (relative to the host if that is unset)."""
     base = conf.get("api", "base_url", fallback="").rstrip("/")
     prefix = urlsplit(base).path.rstrip("/")
     index = -1 if map_index is None else map_index

@@ -1,8 +1,9 @@
-"""Import paths of earlier releases go on working: each leads to the very module that took its place.
+"""Keeps import paths of earlier releases working: each resolves to the module that replaced it.
 
-For users' own code, for what has been told of by path, and for ``python -m`` of processes that run still. Importing one
-of those that pages named warns once. Workers of a release without this table find ``runtime/checkpoint.py`` and others
-as files. Imported by the package itself, so it imports next to nothing.
+They are needed by users' own code, by paths that were stored or passed on, and by ``python -m`` of processes that are
+still running. Importing a path that the documentation once named warns once. Workers of a release without this table
+find ``runtime/checkpoint.py`` and others as files. The package itself imports this module, so it imports next to
+nothing.
 """
 
 from __future__ import annotations
@@ -79,16 +80,16 @@ MOVED = {
     "wire.status": "api.status",
     "wire.submission": "api.submission",
 }
-"""Where a module was, and where it is; both below the package."""
+"""Old to new module path, both relative to the package."""
 
 _WARNED = ("calendar_feed", "insight", "wire")
 
 
 class MovedModules(MetaPathFinder):
-    """Finds modules by the paths that they had in earlier releases."""
+    """Meta path finder for the module paths of earlier releases."""
 
     def find_spec(self, fullname: str, _path: object = None, _target: ModuleType | None = None) -> ModuleSpec | None:
-        """Say how a module that has moved is loaded; None for all others."""
+        """Return the spec of a module that has moved; None for all others."""
         package, _, name = fullname.partition(".")
         if package != _PACKAGE or name not in MOVED:
             return None
@@ -99,26 +100,26 @@ class MovedModules(MetaPathFinder):
 
 
 class _Alias(InspectLoader):
-    """Loads a module under its old name: the same object, or its code where it is run by ``python -m``."""
+    """Loads a module under its old name: the same object, or its code when run by ``python -m``."""
 
     def __init__(self, now: str, loader: InspectLoader) -> None:
         self._now, self._loader = now, loader
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of today in the place of the empty one that the import system has made."""
+        """Replace the empty module that the import system has created by the current module."""
         old = module.__name__
         if old.removeprefix(f"{_PACKAGE}.") in _WARNED:
             warnings.warn(f"{old} is {self._now} now", DeprecationWarning, stacklevel=2)
         sys.modules[old] = import_module(self._now)
 
     def get_code(self, _fullname: str) -> CodeType | None:
-        """The code of the module of today."""
+        """Return the code of the current module."""
         return self._loader.get_code(self._now)
 
     def get_source(self, _fullname: str) -> str | None:
-        """The source of the module of today."""
+        """Return the source of the current module."""
         return self._loader.get_source(self._now)
 
     def is_package(self, _fullname: str) -> bool:
-        """Whether it is a package today."""
+        """Whether the current module is a package."""
         return self._loader.is_package(self._now)

@@ -1,6 +1,6 @@
-"""A notifier that says how a training stands: for ``on_at_risk=``, and for any callback of Airflow's.
+"""A notifier that reports the state of a training: for ``on_at_risk=`` and for any of Airflow's callbacks.
 
-Writes the message, and posts it to a webhook (Slack, Mattermost, Teams, or anything that takes JSON) or to the log.
+It composes the message and posts it to a webhook (Slack, Mattermost, Teams, or anything that takes JSON) or to the log.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _POST_WITHIN_S = 10.0
 
 
 class ElasticFlowNotifier(BaseNotifier):
-    """Says how the job of a training task stands.
+    """Reports the state of a training task's job.
 
-    ``message`` is a template; ``{{ elasticflow }}`` has the job's details (see the reference of ``on_at_risk``), and
-    without a message ``{{ elasticflow.message }}`` and the address of the job's page are said. ``webhook_conn_id``
-    names a connection (type HTTP) whose URL takes ``{"text": message}``, as Slack's, Mattermost's and Teams' webhooks
-    do; a path may stand in its ``extra`` as ``webhook_path``, or be its password (as of Slack's webhook token).
-    Without a connection the message is logged as a warning. Subclass and override ``send`` for anything else.
+    ``message`` is a template; ``{{ elasticflow }}`` has the job's details (see the reference of ``on_at_risk``). The
+    default is ``{{ elasticflow.message }}`` and the URL of the job's page. ``webhook_conn_id`` names a connection (type
+    HTTP) whose URL accepts ``{"text": message}``, as the webhooks of Slack, Mattermost and Teams do. The URL's path may
+    be given in its ``extra`` as ``webhook_path``, or as its password (like Slack's webhook token). Without a connection
+    the message is logged as a warning. Subclass and override ``send`` for anything else.
     """
 
     template_fields: Sequence[str] = ("message",)
@@ -35,7 +35,7 @@ class ElasticFlowNotifier(BaseNotifier):
         self.webhook_conn_id = webhook_conn_id
 
     def notify(self, context: Context) -> None:
-        """Write the message and send it. Raises httpx.HTTPError when the webhook does not take it."""
+        """Compose the message and send it. Raises httpx.HTTPError if the webhook does not accept it."""
         self.send(self.message or default_message(context), context)
 
     def send(self, message: str, context: Context) -> None:  # noqa: ARG002 - for those who override it
@@ -56,7 +56,7 @@ class ElasticFlowNotifier(BaseNotifier):
 
 
 def default_message(context: Mapping[str, Any]) -> str:
-    """What is known: the job's details, or, where the task did not get to know any, its error; and where to look."""
+    """Return the message of the job's details, or the task's error if there are none, and the URL of its page."""
     instance = context.get("ti")
     details = context.get(CONTEXT_KEY)
     if isinstance(details, Mapping):

@@ -1,4 +1,4 @@
-"""The Airflow plugin: the listener, and the pages. Imported in every Airflow process, so it imports next to nothing."""
+"""The Airflow plugin: listener and pages. Imported in every Airflow process, so it imports next to nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _TASK = f"{_RUN}&task_id={{TASK_ID}}&map_index={{MAP_INDEX}}"
 
 
 class ElasticFlowPlugin(AirflowPlugin):
-    """Makes Airflow tell the service how elastic tasks ended, and shows what the service does."""
+    """Registers the listener, which reports how elastic tasks ended, and the pages that show what the service does."""
 
     name = "elasticflow"
     listeners: list[Any] = [listeners]  # noqa: RUF012 - the name and kind that Airflow looks for
-    # Addresses without a leading slash: Airflow resolves them under its base URL.
+    # No leading slash in the URLs: Airflow resolves them under its base URL.
     external_views: list[Any] = [  # noqa: RUF012 - as above
         {
             "name": "ElasticFlow",
@@ -40,7 +40,7 @@ class ElasticFlowPlugin(AirflowPlugin):
 
     @property
     def fastapi_apps(self) -> list[Any]:  # type: ignore[override]  # Airflow instantiates it, so that this works
-        """The application behind the pages; only the api-server asks."""
+        """The application behind the pages; only the api-server reads this."""
         from elasticflow_airflow.ui.plugin_app import airflow_app
 
         return [{"app": airflow_app(), "url_prefix": "/elasticflow", "name": "ElasticFlow"}]

@@ -1,4 +1,4 @@
-"""What Airflow learns about this provider without importing anything else."""
+"""The description of this provider, which Airflow reads without importing anything else."""
 
 from __future__ import annotations
 

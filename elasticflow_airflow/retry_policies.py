@@ -1,7 +1,8 @@
-"""When another try of an elastic task makes sense: a ready policy for ``retry_policy=``.
+"""A ready-made policy for ``retry_policy=`` that decides when retrying an elastic task makes sense.
 
-Looks at how the task failed; asks the service nothing. Rejections, cancels, wrong arguments, a wrong token, a missing
-connection and a service of another version never come here: Airflow fails the task for these without asking any policy.
+It decides by the task's exception alone and does not call the service. Rejections, cancellations, wrong arguments, a
+wrong token, a missing connection and a service of another version never reach it: Airflow fails the task for these
+without consulting any policy.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ _KEY = "elasticflow_last_failure"
 
 
 class ElasticFlowRetryPolicy(RetryPolicy):
-    """Try again where that can help.
+    """Retries where that can help.
 
-    - The service is away: after ``service_away_delay``. The job trains on meanwhile, and the next try attaches to it.
-    - The training failed: try again after ``failed_delay`` (default: the task's ``retry_delay``); the try resumes from
-      the last valid checkpoint. If it fails at the same step with the same last line as the try before, fail: that is
-      no accident.
-    - Anything else: what the task's ``retries`` and ``retry_delay`` say.
+    - The service is unavailable: retry after ``service_away_delay``. The job keeps training, and the retry attaches to
+      it.
+    - The training failed: retry after ``failed_delay`` (default: the task's ``retry_delay``), resuming from the last
+      valid checkpoint. If the training fails at the same step with the same last line as in the try before, fail the
+      task, because that is no coincidence.
+    - Anything else: use the task's ``retries`` and ``retry_delay``.
 
-    The number of tries is the task's ``retries`` in every case. A node that was lost needs no try: the service
+    The number of tries is limited by the task's ``retries`` in every case. A lost node needs no retry: the service
     restarts the workers elsewhere, and the task does not notice.
     """
 
@@ -47,7 +49,7 @@ class ElasticFlowRetryPolicy(RetryPolicy):
     def evaluate(
         self, exception: BaseException, try_number: int, max_tries: int, context: Mapping[str, Any] | None = None
     ) -> RetryDecision:
-        """Decide for one failure. ``context`` is Airflow's, with the task state store; without it nothing is kept."""
+        """Decide on one failure. ``context`` is Airflow's, with the task state store; without it nothing is stored."""
         del try_number, max_tries  # Airflow counts
         if isinstance(exception, ServiceAway):
             return RetryDecision.retry(self.service_away_delay, "the service is away, and the job may train on")
@@ -58,7 +60,7 @@ class ElasticFlowRetryPolicy(RetryPolicy):
         return RetryDecision.default()
 
     def serialize(self) -> dict[str, Any]:
-        """Write it as JSON."""
+        """Return the policy as JSON-compatible values."""
         return {
             "service_away_delay": self.service_away_delay.total_seconds(),
             "failed_delay": None if self.failed_delay is None else self.failed_delay.total_seconds(),
@@ -67,7 +69,7 @@ class ElasticFlowRetryPolicy(RetryPolicy):
 
     @classmethod
     def deserialize(cls, data: dict[str, Any]) -> ElasticFlowRetryPolicy:
-        """Read what ``serialize`` wrote."""
+        """Rebuild a policy from the output of ``serialize``."""
         failed_s = data["failed_delay"]
         return cls(
             service_away_delay=timedelta(seconds=data["service_away_delay"]),

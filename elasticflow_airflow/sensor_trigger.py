@@ -1,4 +1,4 @@
-"""Waits in the triggerer for what a sensor is after: the end of somebody else's job, its checkpoint, its alarm."""
+"""Waits in the triggerer for a sensor's condition: a job's end, a checkpoint of it, or its being at risk."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from elasticflow_airflow.waiting.sensing import Seen, asks_for_events, judge
 
 
 class ElasticFlowSensorTrigger(BaseTrigger):
-    """Fires once a job is where a sensor wants it: ``{"status", "outcome", "why", "checkpoint"}``.
+    """Fires ``{"status", "outcome", "why", "checkpoint"}`` once a job meets a sensor's condition, or cannot any more.
 
-    ``status`` is the job as it was seen. Which job: ``job_id``, or ``dag_id``, ``task_id`` and ``map_index`` of
-    whichever run submitted last. ``outcome`` as of ``sensing.Seen``, or ``"error"``, or ``"away"`` (nobody answered for
-    ``service_away_s``), or ``"refused"`` (for so long, nobody answered us). Nothing is claimed and no lease renewed.
-    Times in seconds.
+    ``status`` is the job's last status. The job is selected by ``job_id``, or by ``dag_id``, ``task_id`` and
+    ``map_index``, of the run that submitted last. ``outcome`` is that of ``sensing.Seen``, or ``"error"``, or
+    ``"away"`` (the service did not answer for ``service_away_s``), or ``"refused"`` (it refused this client for as
+    long). The trigger takes no claim and renews no lease. Times are in seconds.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ElasticFlowSensorTrigger(BaseTrigger):
         self.service_away_s = service_away_s
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        """Name this class and its arguments, all plain JSON."""
+        """Return this class's path and its arguments as JSON-compatible values."""
         names = (
             "until", "job_id", "dag_id", "task_id", "map_index", "namespace", "elasticflow_conn_id", "state_dir",
             "poll_interval_s", "min_deferral_s", "service_away_s",
@@ -65,7 +65,7 @@ class ElasticFlowSensorTrigger(BaseTrigger):
         )
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Look until there is an answer, then fire once."""
+        """Poll until there is an outcome, then fire once."""
         async with held_back(self.min_deferral_s):
             event = await self._wait()
         yield TriggerEvent(event)  # type: ignore[no-untyped-call]  # Airflow has no types here
@@ -112,6 +112,6 @@ class ElasticFlowSensorTrigger(BaseTrigger):
 
 
 def _event(status: JobStatus | None, seen: Seen) -> dict[str, Any]:
-    """What the task needs to go on: it asks the service no more, which may be away by then."""
+    """Return all that the task needs to resume: the service may be unavailable by then, so the task does not ask it."""
     told = None if status is None else status.model_dump(mode="json")
     return {"status": told, "outcome": seen.outcome, "why": seen.why, "checkpoint": seen.checkpoint}

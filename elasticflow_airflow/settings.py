@@ -1,6 +1,6 @@
-"""The ``[elasticflow]`` section of Airflow's configuration as one typed value, and where jobs' state lives.
+"""The ``[elasticflow]`` section of Airflow's configuration as a typed value, and the embedded state directory.
 
-Reads configuration only; knows nothing of the service.
+Reads configuration only; does not call the service.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SECTION = "elasticflow"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AirflowSettings:
-    """Settings of the Airflow side; see ``provider_info`` for their meaning. Times in seconds."""
+    """Settings of the Airflow side; see ``provider_info`` for their meaning. Times are in seconds."""
 
     namespace: str
     poll_interval_s: float
@@ -47,12 +47,15 @@ class AirflowSettings:
 
 
 def deferrable_by_default() -> bool:
-    """Whether training tasks defer unless they say otherwise (Airflow's own default_deferrable is false)."""
+    """Whether training tasks defer by default (Airflow's own default_deferrable is false)."""
     return bool(conf.getboolean(_SECTION, "deferrable", fallback=True))
 
 
 def embedded_state_dir() -> Path:
-    """Where the embedded service keeps its state: the configuration, the environment, AIRFLOW_HOME, then the home."""
+    """Return the embedded service's state directory.
+
+    The first that is set of: the configuration, ``ELASTICFLOW_STATE_DIR``, ``AIRFLOW_HOME``, the home directory.
+    """
     if configured := conf.get(_SECTION, "state_dir", fallback=""):
         return Path(os.path.expandvars(configured)).expanduser()
     return default_state_dir()

@@ -1,4 +1,4 @@
-"""Waits for a job in the triggerer: renews its lease, logs its progress, and cancels it when the task is killed."""
+"""Waits for a job in the triggerer: renews its lease, logs its progress, and cancels it if the task is killed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from elasticflow_airflow.waiting.task_log import TRIGGER_LINE_EVERY_S, ProgressL
 
 
 class ElasticFlowJobTrigger(BaseTrigger):
-    """Fires once the job has ended: ``{"job_id", "claim", "outcome", "event_id"}``.
+    """Fires ``{"job_id", "claim", "outcome", "event_id"}`` once the job has ended.
 
-    ``outcome`` is ``"ended"``, or ``"stale"`` (a newer attempt has taken the job over), ``"gone"`` (the service does
-    not know it), ``"away"`` (nobody answered for ``service_away_s``), ``"refused"`` (for so long, it did not answer us,
-    and the event has a ``"why"``), or with ``alarm`` ``"at_risk"`` (the job may miss its deadline; not while ``told``
-    of it). ``event_id`` is the last event that was logged. ``claim`` is shown with every call, so a trigger of an older
-    attempt changes nothing. ``state_dir`` names the embedded service that the worker used. Times in seconds.
-    ``min_deferral_s`` delays a quick end: see ``[elasticflow] min_deferral_s``.
+    ``outcome`` is ``"ended"``, ``"stale"`` (a newer attempt has taken the job over), ``"gone"`` (the service does not
+    know the job), ``"away"`` (the service did not answer for ``service_away_s``), ``"refused"`` (it refused this client
+    for as long; the event then has a ``"why"``), or with ``alarm`` ``"at_risk"`` (the job may miss its deadline; not
+    fired while ``told``, which means that the task was already notified). ``event_id`` is the last event that was
+    logged. ``claim`` is sent with every call, so a trigger of an older attempt changes nothing. ``state_dir`` names the
+    embedded service that the worker used. Times are in seconds. ``min_deferral_s`` delays an early end: see
+    ``[elasticflow] min_deferral_s``.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ElasticFlowJobTrigger(BaseTrigger):
         self._cancelling: asyncio.Task[None] | None = None
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        """Name this class and its arguments, all plain JSON."""
+        """Return this class's path and its arguments as JSON-compatible values."""
         return (
             "elasticflow_airflow.triggers.ElasticFlowJobTrigger",
             {
@@ -90,7 +91,7 @@ class ElasticFlowJobTrigger(BaseTrigger):
                 await self._service.aclose()
         except asyncio.CancelledError as cancelled:
             if is_kill(cancelled) and not self._timed_out():
-                self._cancel()  # now: the next cancel may come before on_kill()
+                self._cancel()  # at once, because the next cancel may arrive before on_kill()
             raise
         event = {"job_id": self.job_id, "claim": self.claim, "outcome": outcome, "event_id": self.last_event_id}
         if self._why:
@@ -98,27 +99,27 @@ class ElasticFlowJobTrigger(BaseTrigger):
         yield TriggerEvent(event)  # type: ignore[no-untyped-call]  # Airflow has no types here
 
     async def on_kill(self) -> None:
-        """Cancel the job: a user marked the deferred task, or cleared it. A newer attempt's job stays."""
+        """Cancel the job: a user set the deferred task's state or cleared it. A newer attempt's job is left alone."""
         await asyncio.shield(self._cancel())
 
     async def cleanup(self) -> None:
-        """Close the client. It never touches the job: it also runs when the triggerer restarts."""
+        """Close the client. Never touches the job, because this also runs when the triggerer restarts."""
         if self._cancelling is None:
             await self._service.aclose()
 
     def _cancel(self) -> asyncio.Task[None]:
-        """Cancel the job, once, by the client that waited; goes on when this trigger has ended."""
+        """Cancel the job once, with the client that polled it; the returned task continues after this trigger ends."""
         if self._cancelling is None:
             self._cancelling = go_on(cancel_job(self._service, self.job_id, self.claim, self.task_instance, self.log))
         return self._cancelling
 
     def _timed_out(self) -> bool:
-        """Whether the deferral's time is up: the task is resumed, and cancels the job itself. Airflow says when."""
+        """Whether the deferral has timed out, by Airflow's ``timeout_after``. The resumed task then cancels the job."""
         limit: datetime | None = getattr(self, "timeout_after", None)
         return limit is not None and (limit if limit.tzinfo else limit.replace(tzinfo=UTC)) < datetime.now(UTC)
 
     async def _wait(self) -> str:
-        """Look until there is an outcome."""
+        """Poll until there is an outcome."""
         while True:
             try:
                 status = await self._service.ask(self._look)

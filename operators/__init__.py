@@ -1,4 +1,4 @@
-"""The operators that DAG authors import. Nothing is imported until it is asked for."""
+"""The operators that DAG authors import. Each module is imported lazily, on first access."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``@task.elastic_train``: a function in the DAG file decides, when its task runs, what is trained.
+"""``@task.elastic_train``: a function in the DAG file decides at run time what is trained.
 
-The function runs in the Airflow worker, so it may read XComs, connections and files; the training runs where the
-service puts it, and is the operator's affair as ever.
+The function runs in the Airflow worker, so it may read XComs, connections and files. The training runs where the
+service places it, and the operator submits and awaits it as usual.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from elasticflow_airflow.task.task_submission import Prepared, RunFacts
 from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 DECIDED = frozenset(name for name, option in OPTIONS.items() if option.decidable)
-"""What the function may decide. Not what Airflow must know before it runs: the connection, or whose deadline it is."""
+"""Arguments that the function may return. Excludes what Airflow needs before it runs: connection, ``deadline_of``."""
 
 
 class ElasticTrainDecoratedOperator(DecoratedOperator, ElasticTrainOperator):
-    """An ElasticTrainOperator some of whose arguments a function returns; see ``elastic_train_task``."""
+    """An ElasticTrainOperator that takes some of its arguments from a function; see ``elastic_train_task``."""
 
     template_fields: Sequence[str] = (*DecoratedOperator.template_fields, *ElasticTrainOperator.template_fields)
     template_fields_renderers = {  # noqa: RUF012 - Airflow's declaration
@@ -34,25 +34,25 @@ class ElasticTrainDecoratedOperator(DecoratedOperator, ElasticTrainOperator):
     }
     custom_operator_name = "@task.elastic_train"
     overwrite_rtif_after_execution = True
-    """The UI shows what the function decided."""
+    """The UI shows the rendered fields with the values that the function returned."""
 
     def __init__(self, *, global_batch_size: int | str | None = None, **kwargs: Any) -> None:
         self._is_decided = False
         super().__init__(global_batch_size=global_batch_size, **kwargs)
 
     def _check(self) -> None:
-        """At DAG parse, look at what is given alone: what is missing may come from the function."""
+        """At DAG parse, check only the arguments that are given: the function may supply the missing ones."""
         if self._is_decided:
             super()._check()
         else:
             check_each({name: getattr(self, name) for name in OPTIONS})
 
     def _takes_time_from_dag(self) -> bool:
-        """Known once the function has run: it may decide the deadline."""
+        """Return False until the function has run, because it may decide the deadline."""
         return self._is_decided and super()._takes_time_from_dag()
 
     def _prepare(self, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings) -> Prepared:
-        """Ask the function, once per attempt, then go on with what it said. Raises ArgumentError."""
+        """Call the function, once per attempt, then prepare with what it returned. Raises ArgumentError."""
         if not self._is_decided:
             self._decide()
         return super()._prepare(facts, memory, settings)
@@ -73,7 +73,7 @@ class ElasticTrainDecoratedOperator(DecoratedOperator, ElasticTrainOperator):
         )
 
     def _read(self, returned: Any) -> dict[str, Any]:
-        """Read what the function returned as arguments. Raises ArgumentError."""
+        """Convert the function's return value to operator arguments. Raises ArgumentError."""
         if returned is None:
             return {}
         if isinstance(returned, (list, tuple)):
@@ -100,9 +100,9 @@ def elastic_train_task(python_callable: Callable[..., Any] | None = None, **kwar
     """Make a function a training task: ``@task.elastic_train(script="train.py", global_batch_size=32, ...)``.
 
     ``kwargs`` are the arguments of ElasticTrainOperator. The function returns the list of the script's arguments, or a
-    dict of operator arguments (templates in it are rendered), which win over those that were given; or None. It is
-    called in the worker, once per attempt, before the job is submitted; it may name parts of Airflow's context as
-    parameters, and its own arguments may be outputs of other tasks. The task's XCom is the training's result.
+    dict of operator arguments (templates in it are rendered), which override those given here, or None. It is called in
+    the worker, once per attempt, before the job is submitted. Its parameters may be named after keys of Airflow's
+    context, and its own arguments may be outputs of other tasks. The task's XCom is the training's result.
     """
     if python_callable is None:
         return cast("TaskDecorator", partial(elastic_train_task, **kwargs))

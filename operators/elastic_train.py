@@ -1,7 +1,7 @@
-"""The operator that turns an Airflow task into an elastic training job with a deadline, and waits for it.
+"""The operator that runs an Airflow task as an elastic training job with a deadline, and waits for it.
 
-It submits, waits by the way that fits where it runs, and returns a small JSON. It never holds a GPU and never
-imports torch; everything it needs to know of the service is the client.
+It submits the job, waits in the way that suits its executor, and returns a small JSON value. It never holds a GPU and
+never imports torch. It talks to the service only through the client.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ if TYPE_CHECKING:
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
 _ANSWER_WITHIN_S = 60.0
-"""So long a worker waits for a service that is away before it gives its slot back ..."""
+"""How long a worker waits for an unavailable service before it releases its slot."""
 _AWAY_PAUSE_S = 30.0
-"""... for so long."""
+"""How long the task is then rescheduled for."""
 _MAX_BREAKDOWNS = 3
-"""A trigger may break so often in one attempt (it could not be loaded, say) before the attempt fails."""
+"""How often a trigger may break in one attempt (for example, fail to load) before the attempt fails."""
 
 
 class ElasticTrainOperator(ReportsLineage, BaseOperator):
@@ -237,9 +237,9 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self.deferrable = deferrable_by_default() if deferrable is None else deferrable
         self.elasticflow_conn_id = elasticflow_conn_id
         self._given = {name: getattr(self, name) for name in self.template_fields}
-        """As written in the DAG: what rendered to 'None' must be told from what was left out."""
+        """Template fields as written in the DAG, to distinguish a value that rendered to 'None' from an omitted one."""
         self._dag_alerts = alerts_of(dag_of(self))
-        """The DAG's DeadlineAlerts at parse: who tests a DAG takes them off, as dag.test() cannot end with them."""
+        """The DAG's DeadlineAlerts at parse time. DAG tests remove them, because dag.test() cannot end with them."""
         self.elasticflow_job: LeasedJob | None = None
         """The job of this attempt, for the listener that acknowledges or cancels it."""
         self._in_flight: InFlight | None = None
@@ -254,20 +254,20 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
 
     @classmethod
     def partial(cls, **kwargs: Any) -> OperatorPartial:
-        """Begin a mapped task, see Airflow's dynamic task mapping. What can be known then is refused here."""
+        """Begin a mapped task (Airflow's dynamic task mapping). Refuses arguments already known to be wrong."""
         return checked(super().partial(**kwargs), kwargs)
 
     # --- Airflow calls these -------------------------------------------------------------------------------------
 
     def resolve_template_files(self) -> None:
-        """Airflow calls this when the DAG file has been read: what only the whole DAG can tell is checked here."""
+        """Check what requires the whole DAG. Airflow calls this once the DAG file has been read."""
         super().resolve_template_files()
         check_downstream(self.deadline_of, self)
         if self.deadline_of is not None and self._takes_time_from_dag():
             check_time_from_dag(self.dag, self._dag_alerts or alerts_of(self.dag), self.deadline_of)
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Submit or attach, then wait by the way that fits where this runs."""
+        """Submit or attach, then wait: inline, deferred or rescheduled, depending on where this runs."""
         self._task_instance, self._context = context["ti"], context
         run_id = context["ti"].run_id
         if lease_renewer().was_interrupted(run_id):
@@ -285,7 +285,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             raise
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> dict[str, Any]:
-        """Go on when the trigger has fired. What is needed is in ``event``: ``dag.test()`` passes nothing else."""
+        """Resume after the trigger has fired. Relies on ``event`` alone: ``dag.test()`` passes nothing else."""
         self._task_instance, self._context = context["ti"], context
         job_id, claim, outcome = str(event["job_id"]), int(event["claim"]), str(event["outcome"])
         timezone, settings = context["dag"].timezone, AirflowSettings.read()
@@ -321,7 +321,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         except ElasticFlowError as error:
             raise as_task_error(error) from error
         if not status.state.terminal:
-            # It is at risk; or the trigger saw another incarnation end, or gave up early. Look on.
+            # The job is at risk, or the trigger saw another incarnation end, or stopped early: keep waiting.
             memory.save(context["task_state_store"])
             self._defer(memory, settings, timezone)
         if status.orphaned:
@@ -330,7 +330,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         return self._finish(status, timezone, memory)
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
-        """Cancel the job when the deferral timed out, as Airflow kills nobody then; outlast a broken trigger."""
+        """Cancel the job if the deferral timed out, since Airflow kills no process then; survive a broken trigger."""
         self._task_instance, self._context = context["ti"], context
         try:
             return super().resume_execution(next_method, next_kwargs, context)
@@ -348,14 +348,14 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             if memory.breakdowns > _MAX_BREAKDOWNS:
                 raise
             memory.save(context["task_state_store"])
-            # The job trains on, and a trigger that broke is no failure of the task: no retry is spent on it.
+            # The job keeps training, and a broken trigger is not a failure of the task: do not use up a retry.
             self.log.warning("the trigger broke (%s): attaching to job %s again", error, memory.job_id)
             return self.execute(context)
 
     def on_kill(self) -> None:
-        """Decide what becomes of the job, within the five seconds that Airflow gives. The waiting loop ends by itself.
+        """Decide what happens to the job, within the five seconds that Airflow allows. The waiting loop ends by itself.
 
-        A user's kill and a timeout cancel it; a worker that is shut down does not.
+        A kill by a user and a timeout cancel the job; a worker shutdown does not.
         """
         self._kill.strike(self._task_instance, self._find_job, self.log, self.execution_timeout)
 
@@ -373,9 +373,10 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             dag_alerts=self._dag_alerts,
             ended_jobs=lambda: ended_jobs(hook, context["ti"]),
         )
-        # Elsewhere the same try may run twice (its scheduler died): the second is a new owner, with its own claim.
+        # Outside dag.test() the same try may run twice (its scheduler died): the second run is a new owner with its
+        # own claim.
         is_poke = facts.is_dag_test and memory.attempt == facts.attempt and memory.job_id is not None
-        # Whatever can be wrong with the arguments is said before the service is started or asked.
+        # Check all arguments before the service is started or called.
         prepared = None if is_poke else self._prepare(facts, memory, settings)
         with ElasticFlowClient(hook.endpoint(), retry_for_s=_ANSWER_WITHIN_S) as client:
             look = self._alarm(client, memory, facts.timezone).look
@@ -387,7 +388,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
                     status = self._submit(client, prepared, facts, memory)
                 except ServiceUnavailable as error:
                     self._come_back_later(error, facts, memory, settings, store)
-                memory.save(store)  # before anything that may fail: a retry must find the claim
+                memory.save(store)  # before anything that may fail, because a retry needs the claim
                 watch.tell(status)
             memory.save(store)
             ended = status is not None and status.state.terminal
@@ -409,7 +410,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self._defer(memory, settings, facts.timezone)
 
     def _train_again(self, context: Context, memory: TaskMemory) -> dict[str, Any]:
-        """Submit anew what was lost without anybody's wish: no retry is spent on it."""
+        """Resubmit a job that was lost although nobody cancelled it; does not use up a retry."""
         memory.job_id = None
         memory.save(context["task_state_store"])
         return self.execute(context)
@@ -417,7 +418,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     def _come_back_later(
         self, error: ServiceUnavailable, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings, store: Any
     ) -> NoReturn:
-        """Give the worker slot back while the service is away, and look again: no retry is spent on it."""
+        """Release the worker slot while the service is unavailable and try again later; does not use up a retry."""
         outage, then = Outage(memory, settings.service_away_s, self.log), f"looking again in {_AWAY_PAUSE_S:g} s"
         if not outage.is_waited_out_at_start(error, is_dag_test=facts.is_dag_test, then=then):
             raise error
@@ -425,15 +426,15 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         come_back(_AWAY_PAUSE_S)
 
     def _check(self) -> None:
-        """Refuse arguments that cannot be right. Raises ArgumentError or DeadlineError."""
+        """Validate the arguments. Raises ArgumentError or DeadlineError."""
         check_arguments(**{name: getattr(self, name) for name in OPTIONS})
 
     def _takes_time_from_dag(self) -> bool:
-        """Whether ``deadline_of`` stands alone, as far as that is known."""
+        """Whether ``deadline_of`` is given without ``deadline``, as far as that is known."""
         return self.deadline is None and self.deadline_of is not None
 
     def _prepare(self, facts: RunFacts, memory: TaskMemory, settings: AirflowSettings) -> Prepared:
-        """Make the submission; once per attempt. Raises ArgumentError, DeadlineError or SnapshotError."""
+        """Build the submission, once per attempt. Raises ArgumentError, DeadlineError or SnapshotError."""
         return prepare(self, self._given, facts, memory, settings)
 
     def _alarm(self, client: ElasticFlowClient, memory: TaskMemory, timezone: tzinfo) -> RiskAlarm:
@@ -475,11 +476,11 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             passed = duration(now - submission.deadline_at)
             self.log.warning("the deadline passed %s ago: training as best effort", passed)
         if self._kill.happened:
-            self.on_kill()  # the signal came before there was a job to cancel
+            self.on_kill()  # the signal arrived before there was a job to cancel
         return status
 
     def _ask(self, client: ElasticFlowClient, prepared: Prepared, facts: RunFacts, memory: TaskMemory) -> Attachment:
-        """Submit; a kill meanwhile finds what was submitted."""
+        """Submit the job, such that a kill during the call can still find it."""
         submission = prepared.submission
         if acknowledge_for_clear(client, submission.identity.job_id, memory, facts.max_tries):
             self.log.info("the task was cleared after a success that the service had not heard of: it trains anew")
@@ -490,13 +491,13 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         return self._in_flight.answer()
 
     def _find_job(self) -> LeasedJob | None:
-        """Find the job of this attempt, even where the answer to its submission was not waited for."""
+        """Find the job of this attempt, even if the response to its submission has not been received."""
         if self.elasticflow_job is None and self._in_flight is not None:
             self.elasticflow_job = self._in_flight.job(KILL_WITHIN_S, self.log)
         return self.elasticflow_job
 
     def _stop_killed(self, what: str) -> NoReturn:
-        # Not at once, for the reason that delays a trigger.
+        # Delayed for the same reason that a trigger's event is; see [elasticflow] min_deferral_s.
         self._kill.end(what, max(1.0, AirflowSettings.read().min_deferral_s), self.log)
 
     def _look_again(
@@ -507,7 +508,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         memory: TaskMemory,
         settings: AirflowSettings,
     ) -> JobStatus | None:
-        """Look at the job that this attempt has submitted in an earlier poke; None while the service is away."""
+        """Poll the job that this attempt submitted in an earlier poke; None while the service is unavailable."""
         self._own(client, memory)
         try:
             status = watch.look()
@@ -516,7 +517,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             return self._submit(client, self._prepare(facts, memory, settings), facts, memory)
         limit = self.execution_timeout
         if limit is not None and now_s() - memory.since > limit.total_seconds():
-            # Each poke is a new execution to Airflow, whose own timeout sees only this one.
+            # To Airflow each poke is a new execution, so its own timeout covers only this one.
             self.log.warning("%s", self._own(client, memory).cancel(f"execution_timeout ({limit}) is over"))
             raise AirflowException(f"execution_timeout={limit} is over: job {memory.job_id} was cancelled")
         return status
@@ -552,14 +553,14 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         )
 
     def _time_left(self, memory: TaskMemory) -> timedelta | None:
-        """What is left of ``execution_timeout`` for a deferral: the attempt began when it submitted."""
+        """Return what is left of ``execution_timeout`` for a deferral; the attempt began with its submission."""
         if self.execution_timeout is None or not memory.since:
             return self.execution_timeout
         passed = timedelta(seconds=now_s() - memory.since)
         return max(timedelta(seconds=1), self.execution_timeout - passed)
 
     def _finish(self, status: JobStatus, timezone: tzinfo, memory: TaskMemory) -> dict[str, Any]:
-        """Return the result of a success; raise for every other end, and always once the task was killed."""
+        """Return the result of a success; raise for any other end, and always if the task was killed."""
         lease_renewer().forget(status.job_id)
         if self._kill.happened:
             self._stop_killed(f"when job {status.job_id} was {status.state.value}")
@@ -570,7 +571,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             missed = status.result is not None and status.result.met is False
             self.log.log(30 if missed else 20, "%s", line)
             return self._hand_on(result_of(status, timezone), memory)
-        self.elasticflow_job = None  # it has ended: there is nothing left for the listener to acknowledge or cancel
+        self.elasticflow_job = None  # the job has ended: the listener has nothing to acknowledge or cancel
         if status.state is State.REJECTED:
             raise JobRejected(rejection_message(status, timezone, now_s()))
         if status.state is State.CANCELLED:
@@ -578,10 +579,10 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         raise JobFailed(failure_message(status), step=status.step)
 
     def _hand_on(self, result: dict[str, Any], memory: TaskMemory) -> dict[str, Any]:
-        """Give the checkpoint to the model registry and the task's assets; the result, with what came of it."""
+        """Pass the checkpoint to ``on_promote`` and the task's assets; return the result, with ``promoted`` added."""
         self._result = result
         if self.on_promote is not None:
-            # A failure here fails the task before the success is acknowledged: a retry promotes, and trains nothing.
+            # A failure here fails the task before the success is acknowledged: a retry only promotes again.
             result["promoted"] = promote(self.on_promote, result, self._context)
             self.log.info("on_promote: %s", result["promoted"])
             if self._kill.happened:

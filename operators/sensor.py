@@ -1,4 +1,4 @@
-"""The sensor that waits for a training of another task, run or DAG: its end, its first checkpoint, or its alarm."""
+"""A sensor that waits until a training of another task, run or DAG ends, has a checkpoint, or is at risk."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ _ANSWER_WITHIN_S = 30.0
 
 
 class ElasticTrainSensor(BaseSensorOperator):
-    """Wait for the job of an elastic task: of another DAG, another task or another run.
+    """Wait for the job of an elastic task of another DAG, task or run.
 
-    Which: ``external_dag_id`` and ``external_task_id`` (with its groups: ``"group.train"``), of the run
-    ``external_run_id`` (default: this run's id, which is right for a task of this DAG, and for a DAG of the same
-    schedule; ``"latest"``: whichever run submitted last), ``external_map_index`` of a mapped task; or ``job_id``. A job
-    that is not there yet is waited for.
+    The job is selected by ``external_dag_id`` and ``external_task_id`` (with its task groups: ``"group.train"``), the
+    run ``external_run_id`` (default: this run's id, which is right for a task of this DAG and for a DAG of the same
+    schedule; ``"latest"``: the run that submitted last) and, for a mapped task, ``external_map_index``; or by
+    ``job_id``. If the job does not exist yet, the sensor waits for it.
 
-    Until when: ``until`` is ``"succeeded"`` (default; another end fails this task), ``"ended"`` (any end),
-    ``"checkpoint"`` (there is one that may be used while the training goes on) or ``"at_risk"`` (it may miss its
-    deadline; if it ends without, this task is skipped).
+    ``until`` is the condition: ``"succeeded"`` (default; any other end fails this task), ``"ended"`` (any end),
+    ``"checkpoint"`` (a checkpoint is usable while the training continues) or ``"at_risk"`` (the job may miss its
+    deadline; if it ends without having been at risk, this task is skipped).
 
-    How: ``deferrable`` (default: ``[elasticflow] deferrable``), else the sensor's ``mode``, ``"poke"`` or
-    ``"reschedule"``; under ``dag.test()`` a deferrable sensor is rescheduled. ``poke_interval`` (seconds; default 5),
-    ``timeout``, ``soft_fail`` and the rest are those of Airflow's sensors. A service that is away is waited for, up to
-    ``[elasticflow] service_away_s``. A sensor only looks: it never claims the job, and keeps nothing alive.
+    The sensor defers if ``deferrable`` is set (default: ``[elasticflow] deferrable``), else it uses its ``mode``,
+    ``"poke"`` or ``"reschedule"``; under ``dag.test()`` a deferrable sensor is rescheduled. ``poke_interval`` (seconds;
+    default 5), ``timeout``, ``soft_fail`` and the rest are those of Airflow's sensors. An unavailable service is
+    tolerated for up to ``[elasticflow] service_away_s``. The sensor is read-only: it never claims the job or renews its
+    lease.
 
-    Returns what is known of the job (see ``on_at_risk``), with the ``checkpoint_path`` and ``step`` that were waited
-    for. Raises ArgumentError at DAG parse.
+    Returns what is known about the job (see ``on_at_risk``), with the ``checkpoint_path`` and ``step`` of the awaited
+    checkpoint. Raises ArgumentError at DAG parse.
     """
 
     template_fields: Sequence[str] = (
@@ -103,11 +104,11 @@ class ElasticTrainSensor(BaseSensorOperator):
 
     @classmethod
     def partial(cls, **kwargs: Any) -> OperatorPartial:
-        """Begin a mapped sensor, see Airflow's dynamic task mapping."""
+        """Begin a mapped sensor (Airflow's dynamic task mapping)."""
         return names_checked(super().partial(**kwargs), kwargs)
 
     def resolve_template_files(self) -> None:
-        """Airflow calls this when the DAG file has been read: a task of the same DAG must be in it."""
+        """Check that an external task of the same DAG exists. Airflow calls this once the DAG file has been read."""
         super().resolve_template_files()
         task_id = self.external_task_id
         if task_id is None or self.external_dag_id is not None or is_late(task_id) or self.dag is None:
@@ -120,14 +121,14 @@ class ElasticTrainSensor(BaseSensorOperator):
             )
 
     def execute(self, context: Context) -> Any:
-        """Look once; then wait by the way that fits where this runs."""
+        """Poke once, then wait: deferred, rescheduled or by poking, depending on where this runs."""
         try:
             for name in self.template_fields:
                 present(name, getattr(self, name), self._given[name])
         except ArgumentError as error:
             raise AirflowFailException(str(error)) from error  # the next try would end the same way
         if self.deferrable and is_dag_test(context):
-            # A trigger would be waited for by the only process there is, and keep the awaited job's task from running.
+            # dag.test() has a single process: awaiting a trigger in it would keep the awaited job's task from running.
             pause_s = AirflowSettings.read().dag_test_poke_s
             self.mode, self.poke_interval = "reschedule", min(self.poke_interval, pause_s)
             return super().execute(context)
@@ -139,9 +140,9 @@ class ElasticTrainSensor(BaseSensorOperator):
         return found.xcom_value
 
     def poke(self, context: Context) -> PokeReturnValue:
-        """Look at the job once. A service that is away is waited for; raises ServiceAway once it is for too long.
+        """Poll the job once. Tolerates an unavailable service; raises ServiceAway when it stays away for too long.
 
-        Fails or skips the task when what is waited for cannot come.
+        Fails or skips the task when the condition can no longer be met.
         """
         store, attempt, settings = context["task_state_store"], context["ti"].try_number, AirflowSettings.read()
         known = TaskMemory.load(store)
@@ -154,7 +155,7 @@ class ElasticTrainSensor(BaseSensorOperator):
         except (ElasticFlowError, AirflowException) as error:
             if memory.answered:
                 is_waited_out = outage.is_waited_out(error)
-            else:  # What is wrong from the first look on is said at once.
+            else:  # An error on the first poll is reported at once.
                 is_waited_out = outage.is_waited_out_at_start(error, is_dag_test=is_dag_test(context))
             if not is_waited_out:
                 if isinstance(error, ElasticFlowError):
@@ -172,7 +173,7 @@ class ElasticTrainSensor(BaseSensorOperator):
         return PokeReturnValue(is_done=True, xcom_value=self._conclude(context, seen, status))
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
-        """Go on when the trigger has fired. What is needed is in ``event``: the service may be away by now."""
+        """Resume after the trigger has fired. Relies on ``event`` alone: the service may be unavailable by now."""
         if event["outcome"] == "error":
             raise AirflowException(str(event["why"]))
         if event["outcome"] == "away":
@@ -183,7 +184,7 @@ class ElasticTrainSensor(BaseSensorOperator):
         return self._conclude(context, seen, JobStatus.model_validate(event["status"]))
 
     def _target(self, context: Context, hook: ElasticFlowHook) -> JobIdentity | str | None:
-        """Whose job: an id, an identity without its run as None, or the whole identity."""
+        """Return the job to wait for: a job id, or an identity to look up the latest run of."""
         if self.job_id is not None:
             return self.job_id
         identity = JobIdentity(
@@ -222,7 +223,7 @@ class ElasticTrainSensor(BaseSensorOperator):
             if self.soft_fail:
                 raise AirflowSkipException(f"{seen.why} (soft_fail=True)")
             raise AirflowFailException(f"{seen.why}; it was waited for until it is {self.until}")
-        assert status is not None  # what is there is a job
+        assert status is not None  # the remaining outcomes imply a job
         identity = status.identity
         self.log.info("%s", job_url(identity.dag_id, identity.run_id, identity.task_id, identity.map_index))
         return {**describe(status, context["dag"].timezone), **(seen.checkpoint or {})}

@@ -1,9 +1,9 @@
-"""How many steps a training needs to reach a loss: Optimus' convergence model, fitted to the losses so far.
+"""Predicts how many steps a training needs to reach a loss: Optimus' convergence model, fitted to the losses so far.
 
 l(k) = 1 / (b0 k + b1) + b2 with b0, b1, b2 >= 0 for the loss after k steps (Peng, Bao, Chen, Wu and Guo, "Optimus",
-EuroSys 2018, section 3.1): stochastic gradient descent converges at the rate O(1/k). Early fits are badly off, and say
-so: the error of a prediction is measured by refitting, and the curve of an earlier run of the same task is used where
-it promises less of it. Pure functions over values; knows nothing of jobs.
+EuroSys 2018, section 3.1): stochastic gradient descent converges at the rate O(1/k). Early fits are far off, and their
+predictions have a large error accordingly: it is measured by refitting. The curve of an earlier run of the same task is
+used if its error is smaller. Pure functions over values; knows nothing of jobs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 POINTS = 64
-"""Longer curves are averaged down to so many points before a fit."""
+"""Longer curves are averaged down to this many points before a fit."""
 FEWEST_POINTS = 8
 _RECENT = 0.5
-"""Half of the weight is lost by being this fraction of the run away from its end."""
+"""A point this fraction of the run before its end has half the weight."""
 _GROUPS = 8
 _HUBER = 2.0
 _REWEIGHTINGS = 3
 _MODEL_ERROR = 0.25
-"""A training is not the model: so far off for each factor of e that is foreseen. From curves of small trainings."""
+"""Error of the model itself for each factor of e in steps that is predicted. From curves of small trainings."""
 _LEAST_ERROR = 0.02
 _NO_ERROR_KNOWN = math.inf
 
@@ -34,7 +34,7 @@ _NO_ERROR_KNOWN = math.inf
 class LossCurve:
     """Mean losses of consecutive spans of ``width`` steps each: (0, width], (width, 2 width], and so on.
 
-    Raises ValueError when the width is not positive or a loss is no finite number.
+    Raises ValueError if the width is not positive or a loss is not a finite number.
     """
 
     width: float
@@ -52,7 +52,7 @@ class LossCurve:
         return self.width * len(self.losses)
 
     def coarser(self, most: int) -> LossCurve:
-        """The same with at most ``most`` points, of equal width; a remainder at the end is left out."""
+        """Return the curve with at most ``most`` points, of equal width; a remainder at the end is left out."""
         times = -(-len(self.losses) // most)
         if times <= 1:
             return self
@@ -70,11 +70,11 @@ class ConvergenceModel:
     b2: float
 
     def loss(self, step: float) -> float:
-        """The loss after so many steps."""
+        """Return the loss after ``step`` steps."""
         return 1.0 / (self.b0 * step + self.b1) + self.b2
 
     def steps_to(self, target_loss: float) -> float:
-        """Steps from the beginning until the loss is ``target_loss``; infinite when it never is."""
+        """Return the steps from the beginning until the loss is ``target_loss``; infinite if it never is."""
         if target_loss >= self.loss(0.0):
             return 0.0
         if target_loss <= self.b2 or self.b0 <= 0.0:
@@ -86,8 +86,8 @@ class ConvergenceModel:
 class Prediction:
     """When a loss will be reached. ``steps`` counts from the beginning of the training and may be infinite.
 
-    ``error`` is the relative standard error as a logarithm: two times out of three the truth lies between
-    ``steps * exp(-error)`` and ``steps * exp(error)``; infinite: nothing is known. ``source`` is "fit" or "earlier".
+    ``error`` is the relative standard error as a logarithm: in two cases of three the true number lies between
+    ``steps * exp(-error)`` and ``steps * exp(error)``; infinite: unknown. ``source`` is "fit" or "earlier".
     """
 
     steps: float
@@ -95,16 +95,16 @@ class Prediction:
     source: str
 
     def steps_left(self, done: float) -> float:
-        """Steps from now on."""
+        """Return the steps left after ``done`` steps."""
         return max(0.0, self.steps - done)
 
     def at_most(self, deviations: float = 1.0) -> float:
-        """A pessimistic number of steps, for promises."""
+        """Return a pessimistic number of steps, for promises."""
         return math.inf if math.isinf(self.error) else self.steps * math.exp(deviations * self.error)
 
 
 def fit(curve: LossCurve) -> ConvergenceModel | None:
-    """Fit the model by bounded weighted least squares; None when there are too few points.
+    """Fit the model by bounded weighted least squares; None if there are too few points.
 
     Points near the end weigh most, outliers little (Huber). b2 is not below zero unless losses are.
     """
@@ -116,10 +116,10 @@ def fit(curve: LossCurve) -> ConvergenceModel | None:
 
 
 def predict(curve: LossCurve, target_loss: float, *, earlier: LossCurve | None = None) -> Prediction | None:
-    """When the smoothed loss will be ``target_loss``; None while nobody can say.
+    """Predict when the smoothed loss will be ``target_loss``; None while no prediction is possible.
 
-    ``earlier`` is the curve of an earlier run of the same task: used for as long as the fit to this one's own curve
-    is the less certain of the two.
+    ``earlier`` is the curve of an earlier run of the same task. It is used while its prediction has a smaller error
+    than the fit to the run's own curve.
     """
     found = [p for p in (_from_fit(curve, target_loss), _from_earlier(curve, target_loss, earlier)) if p is not None]
     return min(found, key=lambda prediction: (prediction.error, prediction.source == "earlier"), default=None)
@@ -142,7 +142,7 @@ def _from_fit(curve: LossCurve, target_loss: float) -> Prediction | None:
     error = _error(steps, losses, weights, model, target_loss, total)
     error = math.hypot(error, _MODEL_ERROR * math.log(max(1.0, total / done)))
     if total < done and float(np.average(losses[-3:])) > target_loss:
-        # It should be there by now, and is not.
+        # The loss should have been reached by now, and was not.
         error, total = max(error, math.log(done / total)), done
     return Prediction(steps=total, error=error, source="fit")
 
@@ -150,11 +150,11 @@ def _from_fit(curve: LossCurve, target_loss: float) -> Prediction | None:
 def _error(
     steps: Floats, losses: Floats, weights: Floats, model: ConvergenceModel, target_loss: float, total: float
 ) -> float:
-    """How far refits are off, as a logarithm: without each part of the points (jackknife), and on the first parts."""
+    """Return how far refits deviate, as a logarithm: without each part of the points (jackknife), and on prefixes."""
     number = len(steps)
     least = float(steps[0])
     groups = min(_GROUPS, number // 2)
-    # Consecutive points, not scattered ones: the errors of neighbours are alike.
+    # Consecutive points, not scattered ones, because the errors of neighbours are correlated.
     parts = np.array_split(np.arange(number), groups)
     logs = []
     for part in parts:
@@ -165,7 +165,7 @@ def _error(
         return _NO_ERROR_KNOWN
     spread = np.asarray(logs)
     jackknife = math.sqrt((groups - 1) / groups * float(np.square(spread - spread.mean()).sum()))
-    # What was foreseen with a quarter less of the run: a model that does not hold drifts. Further ahead counts more.
+    # Predictions from a prefix of the run: they drift if the model does not hold.
     drifts = []
     for fraction in (0.6, 0.8):
         first = max(FEWEST_POINTS // 2, int(number * fraction))
@@ -190,10 +190,10 @@ def _recency(steps: Floats) -> Floats:
 
 
 def _fit(steps: Floats, losses: Floats, weights: Floats, start: ConvergenceModel | None = None) -> ConvergenceModel:
-    """Least squares in scaled units: steps in runs, losses in their range."""
+    """Fit by least squares in scaled units: steps relative to the run, losses relative to their range."""
     span = float(losses.max() - losses.min())
     if span <= 0.0:
-        # A flat curve: it is where it will stay.
+        # A flat curve: the loss stays where it is.
         return ConvergenceModel(0.0, 1.0 / max(1e-12, abs(losses[-1]) * 1e-9), float(losses[-1]))
     length, low = float(steps[-1]), float(losses.min())
     t, y = steps / length, losses / span
@@ -215,13 +215,13 @@ def _fit(steps: Floats, losses: Floats, weights: Floats, start: ConvergenceModel
 
 
 def _start(t: Floats, y: Floats, weights: Floats, floor: float) -> Floats:
-    """For each of some b2 the model is linear in b0 and b1 after inversion; the best of them to begin with."""
+    """Return a start for the fit: the best of several b2, for each of which 1 / (l - b2) is linear in b0 and b1."""
     low = float(y.min())
     best, found = math.inf, np.array([1.0, 1.0, floor])
     for fraction in (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99):
         c = floor + fraction * (low - floor)
         gap = np.maximum(y - c, 1e-6)
-        # An error of the loss is one of 1 / gap times gap^2.
+        # An error of the loss equals the error of 1 / gap times gap^2.
         w = weights * gap**4
         total, mean_t, mean_z = w.sum(), (w * t).sum(), (w / gap).sum()
         mean_t, mean_z = mean_t / total, mean_z / total
@@ -239,7 +239,7 @@ def _values(t: Floats, theta: Floats) -> Floats:
 
 
 def _descend(t: Floats, y: Floats, weights: Floats, theta: Floats, floor: float) -> Floats:
-    """Levenberg's and Marquardt's method with the parameters kept inside their bounds."""
+    """Improve ``theta`` by the Levenberg-Marquardt method, with the parameters kept inside their bounds."""
     lowest, highest = np.array([0.0, 1e-6, floor]), np.array([1e9, 1e9, float(y.max())])
     theta = np.clip(theta, lowest, highest)
     damping = 1e-3
@@ -250,7 +250,7 @@ def _descend(t: Floats, y: Floats, weights: Floats, theta: Floats, floor: float)
         jacobian = np.stack([-t * inverse_square, -inverse_square, np.ones_like(t)], axis=1)
         weighted = jacobian * weights[:, None]
         normal, gradient = jacobian.T @ weighted, weighted.T @ residuals
-        # A parameter at its bound that would leave it is held.
+        # A parameter at its bound that would move beyond it is held.
         free = ~(((theta <= lowest) & (gradient < 0)) | ((theta >= highest) & (gradient > 0)))
         if not free.any():
             break
@@ -276,7 +276,7 @@ def _descend(t: Floats, y: Floats, weights: Floats, theta: Floats, floor: float)
 
 
 def _from_earlier(curve: LossCurve, target_loss: float, earlier: LossCurve | None) -> Prediction | None:
-    """As long as the earlier run took, stretched by how much longer or shorter this one took for the loss it is at."""
+    """Predict from the earlier run, scaled by how much longer or shorter this one took to its current loss."""
     if earlier is None or not earlier.losses:
         return None
     theirs = _reached_at(earlier, target_loss)
@@ -294,7 +294,7 @@ def _from_earlier(curve: LossCurve, target_loss: float, earlier: LossCurve | Non
         return Prediction(steps=min(done, theirs), error=error, source="earlier")
     if to_here is None or to_here <= 0.0:
         return Prediction(steps=max(theirs, done), error=error + 0.3, source="earlier")
-    # At the very beginning the ratio says little: it counts with the part of the earlier run that it is taken from.
+    # Early on the ratio says little: it is weighted by the part of the earlier run that it is taken from.
     ratio = math.log(done / to_here) * min(1.0, 2.0 * to_here / theirs)
     ratio = min(max(ratio, -math.log(4.0)), math.log(4.0))
     total = done + max(0.0, theirs - to_here) * math.exp(ratio)
@@ -302,7 +302,7 @@ def _from_earlier(curve: LossCurve, target_loss: float, earlier: LossCurve | Non
 
 
 def _reached_at(curve: LossCurve, loss: float) -> float | None:
-    """After how many steps a curve first was at a loss, between its points in proportion; None when it never was."""
+    """Return the step at which a curve first reached a loss, by linear interpolation; None if it never did."""
     steps, losses = _points(curve)
     below = np.flatnonzero(losses <= loss)
     if not len(below):

@@ -1,6 +1,6 @@
-"""From verdict to decision: what follows when a job is admitted, refused, measured, or has to wait.
+"""Turns verdicts into decisions: what follows when a job is admitted, refused, measured, or has to wait.
 
-The part of the scheduler that asks admission control and adopts plans; which events lead here is told in
+This part of the scheduler calls admission control and adopts plans. It is called by the event handlers in
 :mod:`~elasticflow_airflow.scheduler_core.scheduler`.
 """
 
@@ -49,9 +49,9 @@ from elasticflow_airflow.scheduler_core.scheduler_state import SchedulerState
 from elasticflow_airflow.times import duration, moment
 
 _LOOKS = 30
-"""So often within ``waiting_retry_s`` it is looked whether all planned anew helps those at risk."""
+"""How often within ``waiting_retry_s`` a fresh plan is tried for jobs at risk."""
 _WORTH_OF_LATENESS = 0.05
-"""Of the lateness of all jobs at risk: less is not worth the pauses of the others."""
+"""Minimum reduction of the total lateness, as a fraction; less is not worth the pauses of the other jobs."""
 
 
 class Decider:
@@ -62,9 +62,9 @@ class Decider:
         self._numbers = 0
         self._promises = 0
         self._put_off: list[str] | None = None
-        """While decisions are made together: why it is to be planned once they are all made. None: planned at once."""
+        """While decisions are made together: the reasons to plan once after all of them. None: plan at once."""
         self._expiring = False
-        """Whether those whose measuring takes too long are being looked through."""
+        """Whether the loop over jobs whose measuring takes too long is running."""
         self._protection: Protection | None = None
         if self.config.objective is Objective.VALUE:
             self._protection = Protection(
@@ -72,7 +72,7 @@ class Decider:
             )
 
     def plan_of(self, job_id: str) -> Plan | None:
-        """The stored plan of a live job from its last change on; None while it has none.
+        """Return the stored plan of a live job from its last change on; None while it has none.
 
         Raises:
             KeyError: there is no such live job.
@@ -85,7 +85,7 @@ class Decider:
             return Plan(job_id, (), course.finish_s, course.promised_s)
         first = course.holdings[0]
         holdings = course.holdings
-        if first.mask == job.mask:  # the gang that makes steps since as_of_s goes on
+        if first.mask == job.mask:  # the gang that has made steps since as_of_s continues
             holdings = (Holding(min(first.start_s, job.as_of_s), first.end_s, first.mask), *holdings[1:])
         elif job.mask and job.as_of_s < first.start_s:  # it waits for slots whose holder is about to leave
             holdings = (Holding(job.as_of_s, first.start_s, job.mask), *holdings)
@@ -93,14 +93,14 @@ class Decider:
         return public_plan(work, course, max(job.as_of_s, course.holdings[0].start_s))
 
     def job(self, job_id: str) -> LiveJob:
-        """Find a live job. Raises KeyError."""
+        """Return a live job. Raises KeyError if it is not live."""
         job = self.state.jobs.get(job_id)
         if job is None:
             raise KeyError(f"no live job {job_id!r}; known are {sorted(self.state.jobs)}")
         return job
 
     def newcomer(self, job: Job, now: float) -> LiveJob:
-        """A job that has just come, with the next number; it is live once it was decided on."""
+        """Return a newly submitted job with the next number; it becomes live once it is decided on."""
         return LiveJob.newcomer(job, self._numbers, now, best_effort=job.deadline_s is None)
 
     def _register(self, live: LiveJob) -> None:
@@ -109,12 +109,12 @@ class Decider:
             self._numbers += 1
 
     def count_from(self, restored: LiveJob) -> None:
-        """Number the jobs and promises to come after this one."""
+        """Number future jobs and promises after this one."""
         self._numbers = max(self._numbers, restored.number + 1)
         self._promises = max(self._promises, restored.promise + 1)
 
     def take_best_effort(self, live: LiveJob, now: float, reason: str) -> list[Decision]:
-        """Take a job on slots that no promise needs."""
+        """Admit a job as best effort, on slots that no promise needs."""
         live.phase, live.best_effort, live.at_risk = Phase.ADMITTED, True, False
         live.profiling, live.trial = None, 0
         live.course = None
@@ -125,13 +125,13 @@ class Decider:
         return [Admit(live.job_id, Terms.BEST_EFFORT, None, plan, reason), *rest]
 
     def plan_now(self, live: LiveJob) -> Plan | None:
-        """The plan of a job just decided on; None without a known end."""
+        """Return the plan of a job just decided on; None if its end is not known."""
         if live.course is None or live.course.finish_s == INFINITY:
             return None
         return self.plan_of(live.job_id)
 
     def begin_profiling(self, live: LiveJob, now: float) -> list[Decision]:
-        """Measure a job of which no speed is known, before it is decided on."""
+        """Measure a job without any known speed before it is decided on."""
         deadline = live.job.last_deadline_s
         if deadline is not None and deadline <= now:
             return [
@@ -146,9 +146,9 @@ class Decider:
         return self.replan(now, "a job has to be measured", retry=False)
 
     def decide(self, live: LiveJob, now: float) -> list[Decision]:
-        """Admission of a job with a known speed; with the consequences its submitter asked for.
+        """Decide on admission of a job with a known speed; if refused, apply the job's ``on_reject``.
 
-        Where only a part of its curve is known, a no that the rest may turn into a yes is none yet.
+        If only a part of its curve is known, it is not refused while the other sizes may still allow admission.
         """
         before = [] if live.job_id in self.state.jobs or self._put_off is not None else self._catch_up(now)
         self.note_arrival(live, now)
@@ -167,16 +167,16 @@ class Decider:
         return before + self._refuse(live, verdict, now)
 
     def _may_still_be_kept(self, live: LiveJob, now: float, deadline_s: float | None = None) -> bool:
-        """Whether sizes that were not measured yet may be so fast that a deadline (None: the last) can be kept."""
+        """Return whether sizes not measured yet may be fast enough to keep a deadline (None: the last accepted)."""
         job = live.job
         if not job.partial or not job.profile or not job.explore or live.remaining is None:
             return False
         return now < undecided_until(live, self.state.layout, now, self.config, deadline_s) - TOLERANCE_S
 
     def _worth_a_trial(self, live: LiveJob, now: float) -> int:
-        """The size to measure first, on slots that are free now, at a job that is refused only for want of certainty.
+        """Return the size to measure first, on slots that are free now, if only its uncertain curve prevents admission.
 
-        0: it would be refused, too, if its curve were exact, or nothing can be measured.
+        0: it would also be refused with an exact curve, or nothing can be measured.
         """
         twin = live.as_told(self.config)
         if twin is None:
@@ -195,7 +195,7 @@ class Decider:
         return 0 if tried or taken else size
 
     def _slots_to_try_on(self, now: float) -> tuple[int, int]:
-        """The slots that nobody holds, and on how many of them others are about to be measured."""
+        """Return the slots that no job holds, and the number of slots that pending trials of other jobs need."""
         free, spoken_for = self.state.layout.usable_at(now), 0
         for job in self.state.jobs.values():
             free &= ~job.mask
@@ -204,7 +204,7 @@ class Decider:
         return free, spoken_for
 
     def _try_out(self, live: LiveJob, size: int, now: float) -> list[Decision]:
-        """Measure a job at one size before it is promised or refused; refused, where the slots are gone again."""
+        """Measure a job at one size before it is promised or refused; refuse it if the slots are gone again."""
         live.phase, live.trial, live.judged = Phase.PROFILING, size, len(known_speeds(live))
         live.said_waiting = ""
         live.thorough_s = now + self.config.overdue_s
@@ -212,25 +212,25 @@ class Decider:
         return self.replan(now, "a job is measured before it is promised", retry=False)
 
     def _measure_more(self, live: LiveJob, now: float) -> list[Decision]:
-        """Go on measuring a job that what is known of its speed cannot admit."""
+        """Continue measuring a job that cannot be admitted with its known speeds."""
         live.phase, live.judged = Phase.PROFILING, len(known_speeds(live))
         own = undecided_until(live, self.state.layout, now, self.config, live.job.deadline_s)
         live.thorough_s = now + self.config.waiting_retry_s
-        if now < own < live.thorough_s:  # from then on a later deadline will do, if it takes one
+        if now < own < live.thorough_s:  # from then on a later deadline is tried, if it accepts one
             live.thorough_s = max(own, now + self.config.overdue_s)
         self._register(live)
         return self.replan(now, "a job has to be measured", retry=False)
 
     def _catch_up(self, now: float) -> list[Decision]:
-        """Plan again where that is due, before somebody is asked about.
+        """Plan again, if that is due, before admission control is called for a new job.
 
-        A rejected arrival must leave no trace: time passes in the stored courses only when it stays.
+        A rejected arrival must leave no trace: stored courses advance in time only if the job stays.
         """
         stale = self.state.broken or bool(self.state.late) or self._behind(now)
         return self._plan_again(now, "the plan of the cluster says so", retry=False) if stale else []
 
     def note_arrival(self, live: LiveJob, now: float) -> None:
-        """Let the protection price learn from a job that asks for the first time."""
+        """Let the protection price learn from a job at its first request for admission."""
         deadline = live.job.deadline_s
         if self._protection is None or live.noted or deadline is None:
             return
@@ -249,18 +249,18 @@ class Decider:
         return False
 
     def ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> AdmissionVerdict:
-        """Ask admission control about a job beside all others; changes no plan."""
+        """Run admission control for a job beside all others; changes no plan."""
         state = self.state
         live.asked_s = now
         jobs = [j for j in state.jobs.values() if j.job_id != live.job_id]
         runs = tuple(state.calendar.runs.values())
         limits = [j.job.deadline_s for j in (live, *jobs) if j is live or j.promised]
         last = max((limit for limit in limits if limit is not None), default=now)
-        near = [run for run in runs if run.due_s < last]  # nothing that is promised by then collides with the others
+        near = [run for run in runs if run.due_s < last]  # later runs cannot collide with the promises up to then
         verdict = self._verdict(live, jobs, near, now, thorough=thorough)
-        if verdict.draft is None and live.foreseen and near:  # it goes before what has not come yet
+        if verdict.draft is None and live.foreseen and near:  # it has priority over runs that have not come yet
             return self._verdict(live, jobs, (), now, thorough=thorough)
-        if verdict.draft is None and len(near) < len(runs):  # but a later deadline, which is offered, may
+        if verdict.draft is None and len(near) < len(runs):  # but a later deadline that is offered may collide
             verdict = self._verdict(live, jobs, runs, now, thorough=thorough)
         return verdict
 
@@ -274,7 +274,7 @@ class Decider:
         return AdmissionControl(planner, live, self._protection, thorough=thorough).decide()
 
     def admit(self, live: LiveJob, verdict: AdmissionVerdict, terms: Terms, now: float) -> list[Decision]:
-        """Promise the deadline, and adopt the plan that shows that it can be kept.
+        """Promise the deadline, and adopt the plan that proves it.
 
         Raises:
             ValueError: the verdict has no such plan.
@@ -302,7 +302,7 @@ class Decider:
         job = live.job
         known = live.job_id in self.state.jobs
         if known and live.phase is Phase.PROFILING:
-            self.state.ask_again_s = now + 2 * TOLERANCE_S  # what it was measured on may be what others wait for
+            self.state.ask_again_s = now + 2 * TOLERANCE_S  # others may wait for the slots that it was measured on
         choice = job.on_reject
         if choice is OnReject.BEST_EFFORT:
             return self.take_best_effort(live, now, f"cannot be promised: {verdict.reason}; runs as best effort")
@@ -330,7 +330,7 @@ class Decider:
         return [decision, *self.replan(now, f"{live.job_id} was rejected", retry=False)]
 
     def _take_later(self, live: LiveJob, verdict: AdmissionVerdict, now: float) -> list[Decision] | None:
-        """Admit it for the deadline that was offered, if it takes that; None if not."""
+        """Admit the job for the offered deadline, if it accepts that; return None if not."""
         job, offer = live.job, verdict.earliest_deadline_s
         choice = job.on_reject
         if not choice.takes_later or offer is None or offer > (job.latest_deadline_s or -INFINITY):
@@ -350,7 +350,7 @@ class Decider:
         return None
 
     def advice(self, verdict: AdmissionVerdict) -> str:
-        """Why it was refused, and what its submitter can do."""
+        """Return why the job was refused, and what its submitter can do."""
         offer = verdict.earliest_deadline_s
         if offer is None:
             return f"{verdict.reason}; it could run as best effort, or on more capacity"
@@ -362,10 +362,10 @@ class Decider:
     def decide_together(
         self, jobs: Iterable[Job], decide: Callable[[Job], list[Decision]], now: float
     ) -> list[Decision]:
-        """Decide on jobs one by one, in order, and plan once for all that follows from it.
+        """Decide on jobs one by one, in order, and plan once for all the consequences.
 
-        Each verdict comes with its proof beside all that are promised already, as if the job had come alone; what is
-        left for the others, and who grows into it, is settled at the end.
+        Each verdict is proven beside all existing promises, as if the job had been submitted alone. The remaining
+        capacity for other jobs and growth is allocated at the end.
         """
         put_off: list[str] = []
         out = self._catch_up(now)
@@ -382,18 +382,18 @@ class Decider:
         return out + rest
 
     def _wake(self, now: float) -> list[Decision]:
-        """The next time at which the plan asks for something; asked once when decisions are made together."""
+        """Return when the plan next requires an action; once at the end if decisions are made together."""
         return [] if self._put_off is not None else self.state.wake(now)
 
     def replan(self, now: float, why: str, *, retry: bool) -> list[Decision]:
-        """Plan again, and say when next; later, when decisions are made together."""
+        """Plan again, and request the next wake-up; postponed while decisions are made together."""
         if self._put_off is not None:
             self._put_off.append(why)
             return []
         return self._plan_again(now, why, retry=retry) + self.state.wake(now)
 
     def _plan_again(self, now: float, why: str, *, retry: bool) -> list[Decision]:
-        """Make the stored courses true, mend what is broken, use what is free; ``retry``: ask again for who waits."""
+        """Update stored courses, repair broken promises, use free slots; ``retry``: retry admission of waiting jobs."""
         state, out = self.state, list[Decision]()
         state.refresh(now)
         self._expire_profiling(now, out)
@@ -410,7 +410,7 @@ class Decider:
         return out
 
     def _retry(self, now: float, out: list[Decision]) -> None:
-        """Ask again for those who wait: who needs least for its value first; in order of arrival if first come."""
+        """Retry admission of waiting jobs: in order of slot-seconds per value, or of arrival if first come."""
         waiting = [job for job in self.state.jobs.values() if job.phase is Phase.WAITING]
         if self._protection is not None:
             waiting.sort(key=lambda job: self._price(job, now))
@@ -429,7 +429,7 @@ class Decider:
                 out += self._ask_again(job, now)
 
     def _ask_again(self, job: LiveJob, now: float) -> list[Decision]:
-        """Look whether a job that waits to be measured with more can be promised as it is: something has changed."""
+        """Retry admission of a job that waits to be measured with more workers, because something has changed."""
         if job.judged != len(known_speeds(job)):
             return [d for d in self.decide_measured(job, now) if not is_wake(d)]
         verdict = self.ask(job, now, thorough=False)
@@ -438,13 +438,13 @@ class Decider:
         return [d for d in self.admit(job, verdict, Terms.DEADLINE, now) if not is_wake(d)]
 
     def _price(self, job: LiveJob, now: float) -> float:
-        """Slot-seconds that a job needs at least for a value of 1 (infinite: it cannot be kept any more)."""
+        """Return the least slot-seconds of a job per unit of value (infinite: its deadline cannot be kept any more)."""
         work = job.work(self.state.layout, self.config)
         footprint = footprint_of(work, now, job.job.deadline_s or INFINITY)
         return INFINITY if footprint is None or job.job.value <= 0.0 else footprint / job.job.value
 
     def complete_and_adopt(self, planner: Planner, draft: Draft, now: float, out: list[Decision], why: str) -> None:
-        """Complete a draft of promises, prefer a fresh plan if that feeds more jobs, and adopt."""
+        """Complete a draft of promises, prefer a fresh plan if that serves more jobs, and adopt the result."""
         draft = planner.complete(planner.reserve(draft))
         starved, (endless, late_s) = planner.starved(draft), planner.lateness(draft)
         late = bool(endless or late_s)
@@ -464,13 +464,13 @@ class Decider:
         self.state.adopt(draft, now, out, why)
 
     def _worth_a_new_plan_s(self, late_s: float) -> float:
-        """By how much jobs at risk have to end earlier that others give up for it what exceeds their share."""
+        """Return by how many seconds jobs at risk must end earlier to justify that others give up surplus slots."""
         pauses = [job.job.costs.pause_s for job in self.state.jobs.values() if job.mask]
         least = self.config.patience_pauses * max(pauses, default=0.0)
         return max(least, _WORTH_OF_LATENESS * late_s, TOLERANCE_S)
 
     def _afresh(self, planner: Planner, draft: Draft) -> Draft | None:
-        """All promises planned anew, with every reservation that the draft holds; None when no plan proves them."""
+        """Plan all promises anew with every reservation that the draft holds; None if no plan proves them."""
         calendar, now = self.state.calendar, planner.now
         runs = [run for run in calendar.runs.values() if stand_in_id(run.run_id) in draft.courses]
         if not runs:
@@ -481,7 +481,7 @@ class Decider:
         return None if other is None else planner.unguarded(other)
 
     def after_measuring(self, job: LiveJob, now: float) -> list[Decision]:
-        """Decide on a job whose measurement is over, or measure it with more workers."""
+        """Decide on a job after its measurement, or measure it with more workers."""
         state = self.state
         job.profiling = None
         if job.trial:
@@ -497,7 +497,7 @@ class Decider:
         return [d for d in out if not is_wake(d)] + self.decide_measured(job, now)
 
     def decide_measured(self, job: LiveJob, now: float) -> list[Decision]:
-        """Admission on what was measured: all that can be, or all that there were slots for up to now."""
+        """Decide on admission from the sizes measured so far: all sizes, or those that there were slots for."""
         if not known_speeds(job):
             reason = "no number of workers could be measured; give scaling_curve= (steps/s by number of workers)"
             if job.job.on_reject is OnReject.BEST_EFFORT:
@@ -508,13 +508,13 @@ class Decider:
             return self._wake(now)
         job.settle(self.state.layout, self.config, now)
         job.take_measured(self.config)
-        job.course = job.course if job.profiling is not None else None  # which may have to go on
+        job.course = job.course if job.profiling is not None else None  # a running measurement may have to continue
         return self.decide(job, now)
 
     def _expire_profiling(self, now: float, out: list[Decision]) -> None:
         """Give up sizes that take too long, and jobs that waited too long for slots to be measured on.
 
-        What follows from one is planned before the next: those plans leave the others to this loop.
+        The consequences of one are planned before the next is handled; those nested plans do not start this loop again.
         """
         if self._expiring:
             return
@@ -532,7 +532,7 @@ class Decider:
                 job.failed_sizes.add(job.profiling.size)
                 out += [d for d in self.after_measuring(job, now) if not is_wake(d)]
             elif job.trial and job.profiling is None and now >= job.thorough_s - TOLERANCE_S:
-                if job.job.on_reject is not OnReject.WAIT:  # the slots went to somebody else; who waits may get others
+                if job.job.on_reject is not OnReject.WAIT:  # another job took the slots; a waiting job may get others
                     job.failed_sizes.add(job.trial)
                 out += [d for d in self.decide_measured(job, now) if not is_wake(d)]
             elif job.profiling is None:
@@ -543,7 +543,7 @@ class Decider:
                     out += [d for d in self.decide_measured(job, now) if not is_wake(d)]
 
     def _waited_in_vain(self, job: LiveJob, now: float) -> list[Decision]:
-        """No slots were free to measure a job on, or to measure it with more, while that could still help."""
+        """Decide on a job for which no slots to measure it on were free in time."""
         if known_speeds(job) and job.remaining is not None:
             return self.decide_measured(job, now)
         what = "measure its speed on" if not known_speeds(job) else "hear from it how long it is"
@@ -567,16 +567,16 @@ class Decider:
             if job.profiling is not None:
                 job.said_waiting = ""
             elif job.trial:
-                continue  # it is measured, or refused, at once
+                continue  # it is measured or refused at once
             elif job.mask if job.remaining is None or not known else job.judged != len(known):
-                continue  # it was lent slots to say how long it is, or is decided on next
+                continue  # it got slots to report its length, or is decided on next
             elif job.said_waiting != (saying := f"profile {len(known)}"):
                 job.said_waiting = saying
                 limit = wait_limit(job, self.state.layout, now, self.config)
                 out.append(Wait(job.job_id, self._for_what(job, known, now), limit))
 
     def _say_no_block(self, job: LiveJob, now: float, out: list[Decision]) -> None:
-        """Say once of a best-effort job that it waits for a larger cluster, and not for others to make room."""
+        """Report once that a best-effort job waits for a larger cluster, and not for other jobs to make room."""
         layout = self.state.layout
         sizes = () if job.mask else job.work(layout, self.config).sizes
         if job.mask or (sizes and layout.blocks(layout.usable_at(now), level_of(sizes[0]))):
@@ -587,7 +587,7 @@ class Decider:
             out.append(Wait(job.job_id, reason, None))
 
     def _for_what(self, job: LiveJob, known: Iterable[int], now: float) -> str:
-        """What a job waits for whose speed, or length, is not known; ``known`` are the sizes at which its speed is."""
+        """Return what a job with unknown speed or length waits for; ``known`` are the sizes with known speed."""
         more = sizes_to_measure(job, self.state.layout, now, self.config)[:1]
         if not known:
             return "waits for slots that no promise needs, to measure its speed on them"
@@ -600,16 +600,16 @@ class Decider:
 
 
 def among(reasons: Sequence[str]) -> str:
-    """Several reasons for one plan: the first, and how many more there are."""
+    """Summarize several reasons for one plan: the first, and the number of others."""
     return f"{reasons[0]}, and {len(reasons) - 1} more" if len(reasons) > 1 else reasons[0]
 
 
 def _among_sizes(sizes: Iterable[int]) -> str:
-    """Numbers of workers, for a sentence."""
+    """Return numbers of workers as words."""
     *first, last = sorted(sizes)
     return ", ".join(map(str, first)) + f" or {workers(last)}" if first else workers(last)
 
 
 def is_wake(decision: Decision) -> bool:
-    """Whether a decision only asks to be woken."""
+    """Return whether a decision only requests a wake-up."""
     return isinstance(decision, WakeMeAt)

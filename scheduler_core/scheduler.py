@@ -1,6 +1,6 @@
 """The scheduler as a pure state machine: events in, decisions out. Knows no clock, disk, network or thread.
 
-Two shells run the same object: the service (real clock and engine) and the simulator (virtual clock, modelled engine).
+Two shells run the same class: the service (real clock and engine) and the simulator (virtual clock, modelled engine).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from elasticflow_airflow.scheduler_core.scheduler_state import SchedulerState
 
 
 class Scheduler:
-    """Admits jobs with deadlines only with a plan that proves them, and sizes all jobs while they run.
+    """Admits jobs with deadlines only with a plan that proves their promises, and resizes all jobs while they run.
 
     Deterministic: the same events at the same times give the same decisions.
     """
@@ -58,32 +58,32 @@ class Scheduler:
         self._decider = Decider(self.config, self._state)
 
     def twin(self) -> Self:
-        """An independent copy, to try things on: it decides what this one would. What never changes is shared.
+        """Return an independent copy for trials, which decides as this one would. Immutable values are shared.
 
-        This is how every question about what would be is answered. It costs some 27 microseconds a job, a third of a
-        copy of everything, and less than a scheduler that is restored from the jobs' states, which has to plan anew.
+        All what-if questions are answered this way. It costs some 27 microseconds per job, a third of a full copy, and
+        less than restoring a scheduler from the states of the jobs, which must plan anew.
         """
         return copy.deepcopy(self, self._state.constants())
 
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes as last told."""
+        """Return the nodes as last reported."""
         return tuple(self._state.nodes.values())
 
     def states(self) -> tuple[JobState, ...]:
-        """Everything remembered of every live job, in order of arrival; input of :meth:`restore`."""
+        """Return the states of all live jobs, in order of arrival; input of :meth:`restore`."""
         return tuple(job.state(self._state.layout) for job in self._state.jobs.values())
 
     def state(self, job_id: str) -> JobState | None:
-        """Everything remembered of one job; None when it is not live."""
+        """Return the state of one job; None if it is not live."""
         job = self._state.jobs.get(job_id)
         return None if job is None else job.state(self._state.layout)
 
     def expected_runs(self) -> tuple[ExpectedRun, ...]:
-        """The runs that the calendar expects, as last told, without those that were submitted or have not come."""
+        """Return the runs that the calendar expects, without those that were submitted or are assumed not to come."""
         return tuple(self._state.calendar.runs.values())
 
     def kept_free(self) -> tuple[tuple[ExpectedRun, tuple[Reservation, ...]], ...]:
-        """Where the stored plan keeps slots free for expected runs, and for which; soonest first."""
+        """Return the expected runs with reservations in the stored plan, and their slots; soonest first."""
         state, found = self._state, []
         for run in state.calendar.runs.values():
             course = state.reservations.get(stand_in_id(run.run_id))
@@ -96,23 +96,23 @@ class Scheduler:
         return tuple(sorted(found, key=lambda pair: (pair[0].due_s, pair[0].run_id)))
 
     def open_books(self, now: float) -> tuple[Planner, tuple[LiveJob, ...], CalendarPolicy]:
-        """What a forecast reads: a planner over the present jobs, the jobs, and how far the calendar is believed."""
+        """Return the input of a forecast: a planner over the current jobs, the jobs, and the calendar policy."""
         return self._state.planner(now), tuple(self._state.jobs.values()), self._state.calendar.policy
 
     def set_waiting_aside(self) -> list[LiveJob]:
-        """Forget those who wait for capacity, and return them. For copies that decide nothing any more."""
+        """Remove the jobs that wait for capacity, and return them. For copies that decide nothing any more."""
         waiting = [job for job in self._state.jobs.values() if job.phase is Phase.WAITING]
         for job in waiting:
             del self._state.jobs[job.job_id]
         return waiting
 
     def knows_curve(self, job_id: str) -> bool:
-        """Whether the speed of a live job is known at every size that is worth measuring."""
+        """Return whether the speed of a live job is known at every size that is worth measuring."""
         job = self._state.jobs.get(job_id)
         return job is not None and not missing_sizes(job, self._state.layout, self.config)
 
     def plan_of(self, job_id: str) -> Plan | None:
-        """The stored plan of a live job from its last change on; None while it has none.
+        """Return the stored plan of a live job from its last change on; None while it has none.
 
         Raises:
             KeyError: there is no such live job.
@@ -120,9 +120,9 @@ class Scheduler:
         return self._decider.plan_of(job_id)
 
     def projected_finish_s(self, job_id: str) -> float | None:
-        """When the last step of a live job is expected, by its plan; None when that is not known.
+        """Return when the last step of a live job is expected, by its plan; None if unknown.
 
-        Of a job whose length is predicted, by the prediction: earlier than what is booked for it.
+        If the length of the job is predicted, this uses the prediction and is earlier than the end of its bookings.
         """
         job = self._decider.job(job_id)
         if job.course is None or job.course.finish_s == INFINITY:
@@ -130,7 +130,7 @@ class Scheduler:
         return likely_end(job.work(self._state.layout, self.config), job.course, job.as_of_s)
 
     def handle(self, event: ev.Event | ev.CalendarEvent, now: float) -> list[Decision]:
-        """Take in one event and say what follows from it. Events of jobs that are gone are ignored.
+        """Process one event and return the resulting decisions. Events of jobs that are gone are ignored.
 
         Raises:
             ValueError: a job is submitted whose id is live already, or whose fields contradict each other.
@@ -178,9 +178,9 @@ class Scheduler:
         raise TypeError(f"unknown event {event!r}")
 
     def submitted(self, jobs: Iterable[Job], now: float) -> list[Decision]:
-        """Decide on jobs that come at the same time, one by one in order, and plan once for all: see :meth:`handle`.
+        """Decide on jobs submitted at the same time, one by one in order, and plan once for all: see :meth:`handle`.
 
-        The next job is asked for when the one before is decided on.
+        The next job is taken from ``jobs`` only after the previous one is decided on.
 
         Raises:
             ValueError: one of them is live already.
@@ -193,13 +193,13 @@ class Scheduler:
         return self._decider.decide_together(chain(few, coming), lambda job: self._submitted(job, now), now)
 
     def reported(self, reports: Sequence[ev.JobProgressed | ev.GangStarted], now: float) -> list[Decision]:
-        """Take in what several jobs report at the same time, and plan once for all of them: see :meth:`handle`."""
+        """Process simultaneous reports of several jobs, and plan once for all of them: see :meth:`handle`."""
         self._state.calendar.expire(now)
         measured: list[LiveJob] = []
         news = [why for event in reports if (why := self._news(event, now, measured))]
         out: list[Decision] = []
         for job in measured:
-            if self._state.jobs.get(job.job_id) is job and job.phase is Phase.PROFILING:  # not decided on with another
+            if self._state.jobs.get(job.job_id) is job and job.phase is Phase.PROFILING:  # not decided on meanwhile
                 out += [d for d in self._decider.decide_measured(job, now) if not is_wake(d)]
         if news:
             return out + self._decider.replan(now, among(news), retry=False)
@@ -208,7 +208,7 @@ class Scheduler:
         return out + self._state.wake(now)
 
     def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, measured: list[LiveJob]) -> str:
-        """Take in a report; why it is to be planned again, empty if it is not. See :meth:`_hear` for ``measured``."""
+        """Process a report; return why to plan again, empty if there is no need. See :meth:`_hear` for ``measured``."""
         job = self._state.jobs.get(event.job_id)
         if job is None:
             return ""
@@ -217,7 +217,7 @@ class Scheduler:
         return f"{job.job_id} reported progress" if self._hear(job, event, now, measured) else ""
 
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
-        """Take over live jobs after a crash: promised ones stay promised. Only on a scheduler without jobs.
+        """Restore live jobs after a crash; promised ones stay promised. Only for a scheduler without jobs.
 
         Raises:
             ValueError: there are live jobs already.
@@ -249,10 +249,10 @@ class Scheduler:
         return out + self._decider.replan(now, "the scheduler was restarted", retry=True)
 
     def recall(self, jobs: Iterable[Job]) -> None:
-        """Learn from jobs with deadlines that came and went before a restart; in order of submission.
+        """Learn from jobs with deadlines that were submitted and ended before a restart; in order of submission.
 
-        With ``objective="value"`` what is kept free for cheaper arrivals is learned from all that came; live jobs bring
-        their part by :meth:`restore`.
+        With ``objective="value"``, the capacity kept free for cheaper arrivals is learned from all submissions; live
+        jobs are included by :meth:`restore`.
         """
         for job in jobs:
             self._decider.note_arrival(self._decider.newcomer(job, job.submitted_s), job.submitted_s)
@@ -277,16 +277,16 @@ class Scheduler:
         return self._decider.decide(live, now)
 
     def _hear(self, job: LiveJob, event: ev.JobProgressed, now: float, measured: list[LiveJob]) -> bool:
-        """Take in what a job has done; True: it is to be planned again.
+        """Process a progress report; return whether to plan again.
 
-        ``measured`` are those on which it is decided once all have been heard: this one may come to them.
+        ``measured`` collects the jobs to decide on after all reports are processed; this job may be added to it.
         """
         state = self._state
         if self._as_expected(job, event, now):
             return False
         done = event.remaining_steps is not None and event.remaining_steps <= 0.0
         if done and job.mask and job.work(state.layout, self.config).left_at(now) <= 0.0:
-            return False  # its last step was expected before; the tail has been counted since then
+            return False  # its last step was expected earlier; its tail counts from then on
         job.settle(state.layout, self.config, now)
         job.hear(event)
         if event.steps_per_s is not None and event.steps_per_s > 0.0 and job.mask:
@@ -298,7 +298,7 @@ class Scheduler:
             return True
         known = known_speeds(job)
         decide = job.trial > 0 and job.is_certain(job.trial, self.config)
-        if job.judged != len(known):  # its length is known only now, or its time gets short
+        if job.judged != len(known):  # its length is known only now, or its time runs short
             over = not missing_sizes(job, state.layout, self.config)
             decide = over or job.profiling is None or in_a_hurry(job, now, self.config)
         if decide and all(one is not job for one in measured):
@@ -306,7 +306,7 @@ class Scheduler:
         return False
 
     def _as_expected(self, job: LiveJob, event: ev.JobProgressed, now: float) -> bool:
-        """Whether a report says exactly what is known: nothing is planned again then, and nothing moves."""
+        """Return whether a report contains only what is known already; then nothing is replanned."""
         left, seen = event.remaining_steps, job.measured.get(job.mask.bit_count())
         if left is None or seen is None or event.total_steps is not None or not job.started:
             return False
@@ -318,7 +318,7 @@ class Scheduler:
         return job.competes and same_speed and ahead <= TOLERANCE_S * seen
 
     def _learn_speed(self, job: LiveJob, steps_per_s: float, measured_s: float | None, now: float) -> None:
-        """Believe what was seen at the present size, and what it says about the others."""
+        """Update the speed estimates from a measurement at the current size."""
         size = job.mask.bit_count()
         known = job.job.curve is not None and size in job.job.curve.steps_per_s
         if known or (job.phase is not Phase.PROFILING and size & (size - 1) == 0):
@@ -373,7 +373,7 @@ class Scheduler:
         if job.phase is Phase.WAITING and deadline is not None and deadline != before.deadline_s:
             if job.latest_start_s(state.layout, self.config) <= now:
                 return self._refuse_amendment(job, before, self._decider.ask(job, now), now)
-            job.thorough_s, job.said_waiting = now, ""  # a new question, with an answer of its own
+            job.thorough_s, job.said_waiting = now, ""  # a new request, which gets its own answer
         if deadline is None or deadline == before.deadline_s or job.phase is not Phase.ADMITTED:
             out: list[Decision] = [Amended(job.job_id, deadline, value, None)]
             return out + (
@@ -401,7 +401,7 @@ class Scheduler:
         return self._refuse_amendment(job, before, verdict, now)
 
     def _refuse_amendment(self, job: LiveJob, before: Job, verdict: AdmissionVerdict, now: float) -> list[Decision]:
-        """Leave a job as it was."""
+        """Restore the job as it was before the amendment, and reject the amendment."""
         job.job = before
         job.changed()
         rejected = AmendRejected(job.job_id, self._decider.advice(verdict), verdict.earliest_deadline_s)
@@ -436,7 +436,7 @@ class Scheduler:
         return self._decider.replan(now, f"the owner of {job.job_id} is back", retry=True)
 
     def _gang_started(self, job: LiveJob, placement: Placement, now: float) -> bool:
-        """Note that a gang makes steps; True: it is to be planned again, because that was not expected now."""
+        """Record that a gang makes steps; return whether to plan again because that was not expected now."""
         if set(placement.slots) != set(job.placement.slots) or job.started or not job.mask:
             return False
         job.started = job.ever_started = True
@@ -444,7 +444,7 @@ class Scheduler:
         job.changed()
         if job.profiling is not None:
             job.profiling = ProfilingRun(job.profiling.size, now + self.config.profile_budget_s)
-        if now > job.ready_s and job.as_of_s > job.ready_s:  # a report came in between: it knows better
+        if now > job.ready_s and job.as_of_s > job.ready_s:  # a report came in between and is more accurate
             return False
         moved = abs(now - job.ready_s) > TOLERANCE_S
         job.ready_s = now
@@ -470,7 +470,7 @@ class Scheduler:
         if job.profiling is not None:
             job.profiling, job.course = None, None
         job.changed()
-        if job.course is not None:  # stays where it is, and grows where that repays its pause
+        if job.course is not None:  # it stays where it is, and grows if that repays its pause
             end = max((h.end_s for h in job.course.holdings), default=now)
             job.course = job.course._replace(holdings=(Holding(now, max(end, now + 2 * TOLERANCE_S), mask),))
             state.late.add(job.job_id)
@@ -519,7 +519,7 @@ class Scheduler:
 
 
 def _job_of(state: JobState, mask: int) -> LiveJob:
-    """A live job out of what was stored of it."""
+    """Return a live job from its stored state."""
     return LiveJob(
         job=state.job,
         phase=state.phase,

@@ -1,4 +1,4 @@
-"""The scheduler's memory: nodes, live jobs, stored courses; keeps them true as time passes and adopts drafts.
+"""The scheduler's memory: nodes, live jobs, stored courses; keeps them up to date and adopts drafts.
 
 Turns an adopted draft into decisions. What to plan is decided elsewhere (:mod:`planner`, :mod:`scheduler`).
 """
@@ -30,44 +30,44 @@ from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft, mask_a
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
 
 _SLACK_S = 1e-3
-"""Ends that move by less than this leave the booked slots as they are."""
+"""If an end moves by less than this, the bookings stay as they are."""
 
 
 class SchedulerState:
-    """Everything the scheduler remembers."""
+    """Everything that the scheduler remembers."""
 
     def __init__(self, config: SchedulerConfig, nodes: Iterable[Node], calendar: CalendarPolicy | None = None) -> None:
         self.config = config
         self.calendar = Calendar(calendar)
         self.reservations: dict[str, Course] = {}
-        """Where slots are kept free for expected runs, by the ids of their stand-ins: part of the stored plan."""
+        """Reservations for expected runs, by the ids of their stand-ins: part of the stored plan."""
         self.nodes = {node.node_id: node for node in nodes}
         self.jobs: dict[str, LiveJob] = {}
         self.layout = Layout(self.nodes.values())
         self.hopeful_s = -INFINITY
-        """When it is next tried whether all planned anew helps those at risk, after it was tried in vain."""
+        """When a fresh plan is next tried for jobs at risk, after a fresh plan did not help."""
         self.ask_again_s = -INFINITY
-        """When those who wait are asked for again at the latest, as somebody has left without a promise."""
+        """When admission of waiting jobs is retried at the latest, because a job left without a promise."""
         self.broken = False
-        """Stored courses no longer prove their promises: everything must be planned afresh."""
+        """Whether stored courses no longer prove their promises, so that everything must be planned afresh."""
         self._cut: set[str] = set()
-        """Jobs whose stored course is only what is left of one."""
+        """Jobs whose stored course was cut short."""
         self.late: set[str] = set()
-        """Jobs whose stored course must be computed again from what really is."""
+        """Jobs whose stored course must be recomputed from their actual state."""
 
     def constants(self) -> dict[int, object]:
-        """What is replaced and never changed, by identity: a copy of the state may share it."""
+        """Return the values that are replaced and never mutated, by identity: a copy of the state may share them."""
         found: list[object] = [self.config, self.layout, *self.nodes.values(), *self.calendar.runs.values()]
         for job in self.jobs.values():
             found += job.constants()
         return {id(value): value for value in found}
 
     def planner(self, now: float) -> Planner:
-        """A planner over the present jobs."""
+        """Return a planner over the current jobs."""
         return self.planner_over(list(self.jobs.values()), now)
 
     def planner_over(self, jobs: Sequence[LiveJob], now: float) -> Planner:
-        """A planner over some of the jobs; it knows the reservations of runs that may still come in time for them."""
+        """Return a planner over ``jobs``, with the reservations of runs that may still come in time for them."""
         planner = Planner(self.config, self.layout, jobs, now)
         if self.reservations:
             names = {stand_in_id(run_id) for run_id in self.calendar.runs}
@@ -81,7 +81,7 @@ class SchedulerState:
     # -- the cluster ---------------------------------------------------------------------------------------------
 
     def change_nodes(self, nodes: Iterable[Node]) -> None:
-        """Take over a new set of nodes; stored courses move to the new addresses, or break."""
+        """Switch to a new set of nodes; stored courses are moved to the new addresses, or break."""
         old = self.layout
         self.nodes = {node.node_id: node for node in nodes}
         self.reservations = {}
@@ -111,7 +111,7 @@ class SchedulerState:
     # -- time passes ---------------------------------------------------------------------------------------------
 
     def refresh(self, now: float) -> None:
-        """Make stored courses true again: drop what is over, follow what came later or otherwise than planned."""
+        """Update stored courses: drop what is over, and follow what happened later or otherwise than planned."""
         for job in list(self.jobs.values()):
             course = job.course
             if course is None:
@@ -131,10 +131,10 @@ class SchedulerState:
         self.late.clear()
 
     def _ran_out(self, job: LiveJob, course: Course, now: float) -> None:
-        """Nothing is booked any more: the job should have ended and keeps its slots, or it has to be planned.
+        """Handle a course without bookings left: the job is overdue and keeps its slots, or it must be planned.
 
-        At first nothing is booked for it, for the word of its end may be on its way; whoever should have its slots
-        waits (see ``_order``). After ``overdue_s`` it is booked for a little longer, again and again.
+        At first nothing is booked for an overdue job, because the report of its end may be on its way; jobs that should
+        get its slots wait (see ``_order``). After ``overdue_s`` it is booked for a little longer, repeatedly.
         """
         if not job.mask or course.finish_s == INFINITY or job.phase is not Phase.ADMITTED:
             self._break(job)
@@ -147,7 +147,7 @@ class SchedulerState:
                     self._break(other)
 
     def _follow(self, job: LiveJob, holdings: tuple[Holding, ...], now: float) -> None:
-        """Compute a course again from the job's real state; book longer if it needs longer and nobody minds."""
+        """Recompute a course from the job's actual state; book longer if needed and if the slots are free."""
         work = job.work(self.layout, self.config)
         before = job.course
         last = holdings[-1]
@@ -193,16 +193,16 @@ class SchedulerState:
     # -- adopting ------------------------------------------------------------------------------------------------
 
     def adopt(self, draft: Draft, now: float, out: list[Decision], why: str) -> None:
-        """Store the courses of ``draft`` and order what they say for now."""
+        """Store the courses of ``draft`` and order the sizes that they have now."""
         self._store(draft)
         out += who_is_at_risk(self.jobs.values(), self.config, now)
         self._order(now, out, why)
 
     def keep(self, draft: Draft, now: float) -> None:
-        """Store the promises of ``draft`` and order nothing yet; others keep their courses where those are free in it.
+        """Store the promises of ``draft`` and order nothing yet; other jobs keep their courses if free in the draft.
 
-        Best effort keeps what is left of a course before somebody else is booked there, until all is planned again:
-        :meth:`forget_what_was_cut`. Changes ``draft``.
+        A best-effort job keeps the part of its course before another booking of its slots, until everything is planned
+        again (:meth:`forget_what_was_cut`). Changes ``draft``.
         """
         for job in self.jobs.values():
             course = job.course
@@ -220,7 +220,7 @@ class SchedulerState:
         self._store(draft)
 
     def forget_what_was_cut(self) -> None:
-        """Have those whose courses were cut planned anew."""
+        """Drop the courses that were cut short, so that their jobs are planned anew."""
         for job_id in self._cut & self.jobs.keys():
             self.jobs[job_id].course = None
         self._cut.clear()
@@ -236,7 +236,7 @@ class SchedulerState:
             self.broken = False
 
     def _order(self, now: float, out: list[Decision], why: str) -> None:
-        """Resize and suspend so that every job holds what its course says for now."""
+        """Resize and suspend jobs so that each holds the slots that its course has now."""
         wanted: list[tuple[int, int, LiveJob, int]] = []
         for job in self.jobs.values():
             if job.phase is Phase.PARKED or job.phase is Phase.WAITING:
@@ -253,7 +253,7 @@ class SchedulerState:
         for job in self.jobs.values():
             if job.job_id not in changing:
                 staying |= job.mask
-        while True:  # whoever must wait for an overdue gang keeps its slots, which may make others wait
+        while True:  # a job that waits for an overdue gang keeps its slots, which may make others wait
             held = [item for item in wanted if item[3] & staying]
             if not held:
                 break
@@ -288,16 +288,16 @@ class SchedulerState:
             reason = f"measures its speed with {after} on slots that no promise needs"
             reason += ": its curve alone is not sure enough for a promise" if job.trial else ""
         elif after > before > 0 and unmeasured(job, after):
-            job.failed_sizes.add(after)  # once; if its speed gets known, the curve says so
+            job.failed_sizes.add(after)  # only one trial; if its speed gets known, it is in the curve
             reason = f"tries {workers(after)} instead of {before}: its speed there is not known, and slots are idle"
         else:
             reason = change(before, after, cost_s=cost, saved_s=saved, end_s=end, why=why)
         out.append(Resize(job.job_id, job.placement, purpose, reason))
 
-    # -- when to look again --------------------------------------------------------------------------------------
+    # -- when to plan again --------------------------------------------------------------------------------------
 
     def is_due(self, now: float) -> bool:
-        """Whether a stored course says that its job should hold other slots by now."""
+        """Return whether a stored course says that its job should hold other slots by now."""
         return any(
             job.course is not None and not overdue(job, now) and mask_at(job.course, now) != job.mask
             for job in self.jobs.values()
@@ -305,7 +305,7 @@ class SchedulerState:
         )
 
     def wake(self, now: float) -> list[Decision]:
-        """The next time at which the plan itself asks for something."""
+        """Return the next time at which the plan itself requires an action."""
         times: list[float] = []
         for job in self.jobs.values():
             course = job.course
@@ -320,17 +320,17 @@ class SchedulerState:
                     if end > now + TOLERANCE_S and end < INFINITY:
                         done = course.finish_s < INFINITY and end >= course.promised_s - TOLERANCE_S
                         times.append(end + self.config.overdue_s if done and course.promised_s > now else end)
-                if held != job.mask:  # a change is due, and was not ordered: nothing was planned at this moment
+                if held != job.mask:  # a change is due but was not ordered: nothing was planned at this moment
                     times.append(now + (1.0 if job.job_id in self.late else 2 * TOLERANCE_S))
             if job.phase is Phase.PROFILING:
                 if job.profiling is not None:
                     times.append(job.profiling.until_s)
                 elif (limit := wait_limit(job, self.layout, now, self.config)) is not None:
-                    times.append(max(limit, now + 1.0))  # it moves away while the job trains
+                    times.append(max(limit, now + 1.0))  # the limit moves later while the job trains
                     if job.judged:
                         times.append(max(job.thorough_s, now + 1.0))
             elif job.phase is Phase.WAITING and job.job.deadline_s is not None:
-                # However often something else happens: a time that has come is not put off.
+                # A time that has come is not postponed, however many other events occur.
                 due = (job.until_s, job.asked_s + self.config.waiting_retry_s)
                 times += [max(at_s, now + 2 * TOLERANCE_S) for at_s in due]
             elif job.competes and job.best_effort and not job.mask:

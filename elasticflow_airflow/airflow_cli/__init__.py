@@ -1,8 +1,8 @@
 """The commands of ``airflow elasticflow``, for Airflow's parser.
 
-Airflow imports this at every ``airflow`` command, so nothing else is imported here, and the names and options are read
-from ``commands.json``: ``make reference`` derives that from the commands themselves (``argparse_bridge.py``), and a
-test keeps it current. What a command does is imported when it runs (``commands.py``).
+Airflow imports this module at every ``airflow`` command, so it imports nothing else, and reads names and options from
+``commands.json``. ``make reference`` generates that file from the commands themselves (``argparse_bridge.py``), and a
+test checks that it is current. The code of a command is imported when it runs (``commands.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from airflow.cli.cli_config import ActionCommand, Arg, GroupCommand
 
 DESCRIPTION = Path(__file__).with_name("commands.json")
 _OBJECTS: dict[str, Any] = {"int": int, "float": float, "path": Path, "on_or_off": BooleanOptionalAction}
-"""What the description can only name, as a type or an action; ``store_true`` and ``append`` argparse itself knows."""
+"""Types and actions that the description refers to by name; argparse itself knows ``store_true`` and ``append``."""
 
 
 def get_commands() -> list[GroupCommand]:

@@ -1,7 +1,7 @@
-"""Says for argparse what Typer is told of a command: ``airflow elasticflow`` is parsed by Airflow, which uses argparse.
+"""Converts Typer commands to a description for argparse, with which Airflow parses ``airflow elasticflow``.
 
-The description is JSON, so that it can be read without importing the commands (``__init__.py`` does). It is made by
-``make reference``. Knows neither Airflow nor what the commands do.
+The description is JSON, so that ``__init__.py`` can read it without importing the commands. ``make reference``
+generates it. Knows neither Airflow nor what the commands do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TYPES = {int: "int", float: "float", Path: "path"}
 
 
 def description_of(name: str, summary: str, commands: Mapping[str, Callable[..., None]]) -> str:
-    """Return the description of a group of commands as JSON, with a line for each argument."""
+    """Return the description of a group of commands as JSON, one line per argument."""
     described = ",\n".join(_command(name, command) for name, command in sorted(commands.items()))
     return f'{{"name": {json.dumps(name)}, "help": {json.dumps(summary)}, "commands": [\n{described}\n]}}\n'
 
@@ -35,7 +35,7 @@ def _command(name: str, command: Callable[..., None]) -> str:
 
 
 def _argument(parameter: ParamMeta) -> dict[str, Any]:
-    """Return the keywords of ``argparse``'s ``add_argument``, and the names as ``flags``."""
+    """Return the keyword arguments of argparse's ``add_argument``, with the option names as ``flags``."""
     told = parameter.default
     if not isinstance(told, OptionInfo | ArgumentInfo):
         raise TypeError(f"{parameter.name} has no help: give it a typer.Option or a typer.Argument")
@@ -67,7 +67,7 @@ def _argument(parameter: ParamMeta) -> dict[str, Any]:
 
 
 def _kind(annotation: Any) -> tuple[type, bool]:
-    """Return of what kind a value is, and whether there is a list of them."""
+    """Return the type of a value, and whether the parameter is a list of such values."""
     if typing.get_origin(annotation) is list:
         return typing.get_args(annotation)[0], True
     kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]

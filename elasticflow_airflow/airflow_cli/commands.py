@@ -1,7 +1,7 @@
 """The commands of ``airflow elasticflow``: those of ``elasticflow``, with the service of an Airflow connection.
 
-Imported only when such a command runs; Airflow itself is imported by what needs it, so that the commands can be
-described without it.
+Imported only when such a command runs. Airflow itself is imported inside the functions that need it, so that the
+commands can be described without it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _StateDir = typer.Option(
 
 
 def run_command(name: str, given: Namespace) -> None:
-    """Run a command with what Airflow's parser made of its arguments; leaves by SystemExit unless all went well."""
+    """Run a command with the arguments from Airflow's parser; raises SystemExit unless it succeeds."""
     command = commands()[name]
     check_values(command, given)
     _end(lambda: command(**_arguments(command, given)))
 
 
 def commands() -> dict[str, Callable[..., None]]:
-    """Return every command by name: those of ``elasticflow`` that concern a service, and those that ask Airflow."""
+    """Return every command by name: those of ``elasticflow`` that use a service, and those that use Airflow."""
     found: dict[str, Callable[..., None]] = {}
     for registered in app.registered_commands:
         command = registered.callback
@@ -66,7 +66,7 @@ def commands() -> dict[str, Callable[..., None]]:
 
 
 def _with_connection(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with a connection as an argument, in place of the address of a service."""
+    """Return the command with an Airflow connection as an option in place of the service's address."""
 
     def run(*, conn_id: str, **given: Any) -> None:
         with reading_the_database(), choose(_choice(conn_id)):
@@ -76,7 +76,7 @@ def _with_connection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_state_dir(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the state directory that Airflow's configuration names as its default."""
+    """Return the command with the state directory of Airflow's configuration as the default."""
 
     def run(*, state_dir: Path | None, **given: Any) -> None:
         from elasticflow_airflow.settings import embedded_state_dir
@@ -89,7 +89,7 @@ def _with_state_dir(command: Callable[..., None]) -> Callable[..., None]:
 def _with_options(
     command: Callable[..., None], run: Callable[..., None], **options: OptionInfo | None
 ) -> Callable[..., None]:
-    """Describe ``run`` as the command with other ``options``, and without those that are None."""
+    """Give ``run`` the command's signature with ``options`` replaced, and without those that are None."""
     parameters = dict(inspect.signature(command, eval_str=True).parameters)
     for name, option in options.items():
         before = parameters.pop(name, None)
@@ -101,7 +101,7 @@ def _with_options(
 
 
 def check_values(command: Callable[..., None], given: Namespace) -> None:
-    """Refuse what ``elasticflow`` would: its options say what they take. Leaves by SystemExit with status 2."""
+    """Refuse values that ``elasticflow`` would refuse, by its options' limits. Raises SystemExit with status 2."""
     for parameter in get_params_from_function(command).values():
         option, value = parameter.default, getattr(given, parameter.name, None)
         if not isinstance(option, OptionInfo) or value is None:
@@ -122,13 +122,13 @@ def check_values(command: Callable[..., None], given: Namespace) -> None:
 
 
 def refuse(message: str) -> NoReturn:
-    """Say what cannot be right, and leave with status 2."""
+    """Print a message on invalid input, and exit with status 2."""
     Console(stderr=True).print(f"{_PROGRAM}: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
     sys.exit(BAD_INPUT)
 
 
 def _arguments(command: Callable[..., None], given: Namespace) -> dict[str, Any]:
-    """What the function takes; where the parser has nothing, nothing was given."""
+    """Return the function's arguments from the parsed values; None or an empty list for those not given."""
     known: dict[str, Any] = {}
     for name, parameter in inspect.signature(command).parameters.items():
         value = getattr(given, name, None)
@@ -137,7 +137,7 @@ def _arguments(command: Callable[..., None], given: Namespace) -> dict[str, Any]
 
 
 def _end(run: Callable[[], None]) -> None:
-    """Say by the exit status how it went, as Typer does."""
+    """Run a command and map its Typer exceptions to exit statuses, as Typer does."""
     try:
         run()
     except typer.Exit as left:
@@ -166,7 +166,7 @@ def _choice(conn_id: str) -> Choice:
 
 
 def _look_at_airflow(hook: ElasticFlowHook, conn_id: str) -> Iterator[Finding]:
-    """What only Airflow's side knows."""
+    """Yield the findings that only the Airflow side can make."""
     from airflow import __version__ as airflow_version
 
     from elasticflow_airflow.settings import deferrable_by_default
@@ -181,7 +181,7 @@ def _look_at_airflow(hook: ElasticFlowHook, conn_id: str) -> Iterator[Finding]:
 
 
 def _triggerer() -> Finding:
-    """Whether somebody waits for deferred tasks."""
+    """Check that a triggerer runs."""
     from airflow.jobs.job import most_recent_job
     from airflow.utils.session import create_session
     from sqlalchemy.exc import SQLAlchemyError

@@ -1,4 +1,4 @@
-"""``airflow elasticflow feed``: tell the services when the runs of all elastic tasks are due; for a cron task."""
+"""``airflow elasticflow feed``: reports to the services when the runs of all elastic tasks are due; for cron."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``airflow elasticflow forecast [DAG_FILE ...]``: whether everything due will make it, before a DAG is merged."""
+"""``airflow elasticflow forecast [DAG_FILE ...]``: whether all deadlines will be met, before a DAG is merged."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def forecast(
 
 
 def _forecast(dag_files: list[str], hours: float, chosen_conn_id: str | None, *, only_new: bool) -> int:
-    """Ask and print; how many deadlines will not be kept."""
+    """Request the forecast and print it; return how many deadlines will be missed."""
     from elasticflow_airflow.cli.forecast import print_outlook
     from elasticflow_airflow.client import ElasticFlowClient, for_looking
     from elasticflow_airflow.hooks import ElasticFlowHook

@@ -1,4 +1,4 @@
-"""What Airflow takes this process for: by that it tells who may read connections from the metadata database."""
+"""Sets Airflow's process context, which decides whether connections may be read from the metadata database."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CONTEXT = "_AIRFLOW_PROCESS_CONTEXT"
 
 @contextmanager
 def reading_the_database() -> Iterator[None]:
-    """Find connections in the metadata database, too, as ``airflow connections`` does: this is no task."""
+    """Also find connections in the metadata database, as ``airflow connections`` does: this is not a task."""
     before = os.environ.get(_CONTEXT)
     os.environ[_CONTEXT] = "server"
     try:

@@ -1,6 +1,6 @@
-"""The HTTP API's values, shared by the service and its clients. Times are UTC seconds since the epoch, as floats.
+"""The messages of the HTTP API, shared by the service and its clients. Times are float UTC seconds since the epoch.
 
-May import nothing but pydantic: it is read by Airflow workers (no torch) and by services without Airflow.
+May import nothing but pydantic: it is used by Airflow workers (no torch) and by services without Airflow.
 """
 
 from __future__ import annotations

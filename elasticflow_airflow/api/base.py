@@ -1,4 +1,4 @@
-"""What all messages are made from, and how an error is said."""
+"""The base class of all messages, and the error response."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 API_VERSION = "v1"
 TRACEPARENT = "traceparent"
-"""Label of a submission: where the job belongs in a trace (W3C Trace Context)."""
+"""Label of a submission that holds its trace parent (W3C Trace Context)."""
 API_HEADER = "ElasticFlow-API"
 VERSION_HEADER = "ElasticFlow-Version"
-"""Every answer of a service carries the two, so that a client of another version can say so."""
+"""Every response carries both headers, so that a client can report a version mismatch."""
 
 
 _W = TypeVar("_W", bound="Wire")
 
 
 class Wire(BaseModel):
-    """Base of all messages: unknown fields are an error on the way in, so that a typing mistake is found at once."""
+    """Base class of all messages. Unknown fields in a request are an error, so that a typo is found at once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
     def as_stored(cls, raw: object) -> Self:
-        """What was taken in before. Types are checked; limits are not, which other versions have others of.
+        """Read a message that was validated when it was stored.
 
-        Fields that are unknown are left out. Raises ValidationError where a field is missing or of another type.
+        Types are checked, limits are not, since other versions may have other limits. Unknown fields are dropped.
+        Raises ValidationError if a field is missing or has another type.
         """
         return _built(cls, _unlimited(cls).model_validate(raw))
 
@@ -47,7 +48,7 @@ def _is_wire(annotation: Any) -> TypeGuard[type[Wire]]:
 
 @cache
 def _unlimited(kind: type[Wire]) -> type[BaseModel]:
-    """The same fields, with types and defaults alone."""
+    """Return a model with the same fields, types and defaults, but without limits."""
     fields: dict[str, Any] = {
         name: (_bare_type(field.annotation), Field(default=field.default, default_factory=field.default_factory))
         for name, field in kind.model_fields.items()
@@ -56,7 +57,7 @@ def _unlimited(kind: type[Wire]) -> type[BaseModel]:
 
 
 def _bare_type(annotation: Any) -> Any:
-    """An annotation without limits; of a choice any text, as another version may have others."""
+    """Return an annotation without limits. A Literal becomes str, since another version may have other choices."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _bare_type(parts[0])
@@ -71,7 +72,7 @@ def _bare_type(annotation: Any) -> Any:
 
 
 class Problem(Wire):
-    """Body of every error answer: what was wrong, and what to do."""
+    """Body of every error response: what was wrong, and how to fix it."""
 
     error: str
     message: str

@@ -1,4 +1,4 @@
-"""What a doctor finds: the values of ``GET /v1/doctor`` and of ``elasticflow doctor``.
+"""The findings of a diagnosis: the values of ``GET /v1/doctor`` and of ``elasticflow doctor``.
 
 May import nothing but pydantic, like the rest of this folder.
 """
@@ -15,7 +15,7 @@ Level = Literal["ok", "warning", "problem"]
 
 
 class Finding(Wire):
-    """One thing that was looked at. ``remedy`` says what to do where it is not well."""
+    """The result of one check. ``remedy`` says how to fix a warning or problem."""
 
     name: str
     level: Level
@@ -24,7 +24,7 @@ class Finding(Wire):
 
 
 class Diagnosis(Wire):
-    """The service's own findings, and the time of its clock when it answered (UTC seconds)."""
+    """The service's own findings, and the time by its clock when it answered (``at``, UTC seconds)."""
 
     at: float
     version: str
@@ -33,15 +33,15 @@ class Diagnosis(Wire):
 
 
 def ok(name: str, message: str) -> Finding:
-    """All is well."""
+    """Return the finding of a check that passed."""
     return Finding(name=name, level="ok", message=message)
 
 
 def warning(name: str, message: str, remedy: str) -> Finding:
-    """It works, but not as it should."""
+    """Return the finding of a check that found something that works, but not as it should."""
     return Finding(name=name, level="warning", message=message, remedy=remedy)
 
 
 def problem(name: str, message: str, remedy: str) -> Finding:
-    """It will not work."""
+    """Return the finding of a check that found something that will not work."""
     return Finding(name=name, level="problem", message=message, remedy=remedy)

@@ -1,7 +1,7 @@
-"""What events carry beside their sentences: a class for each kind that carries anything.
+"""The structured data of events beside their text: one class for each kind of event that has any.
 
-An older service wrote some fields less, and a newer one may write more: readers ask for a field by ``data.get``.
-Times are UTC seconds, slots are [node, index].
+An older service wrote fewer fields and a newer one may write more, so readers access fields by ``data.get``. Times are
+UTC seconds, slots are [node, index].
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from elasticflow_airflow.api.status import JobResult, State
 
 @dataclass(frozen=True, kw_only=True)
 class EventData:
-    """What an event of one ``kind`` carries."""
+    """Base class of the data of one ``kind`` of event."""
 
     kind: ClassVar[EventKind]
 
     def as_json(self) -> dict[str, Any]:
-        """All fields, by name."""
+        """Return all fields by name."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedData(EventData):
-    """With which deadline it came, and which speeds are known of it: steps/s by workers (as text)."""
+    """The submitted deadline, and the known scaling curve: steps/s by number of workers (as a string)."""
 
     kind = EventKind.SUBMITTED
     deadline_at: float | None
@@ -36,7 +36,7 @@ class SubmittedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingData(EventData):
-    """Until when it waits at most."""
+    """The time until which the job waits at most."""
 
     kind = EventKind.WAITING
     until: float | None
@@ -44,7 +44,7 @@ class WaitingData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class AdmittedData(EventData):
-    """On which terms: ``deadline``, ``renegotiated`` or ``best_effort``."""
+    """The terms of the admission: ``deadline``, ``renegotiated`` or ``best_effort``."""
 
     kind = EventKind.ADMITTED
     terms: str
@@ -54,7 +54,7 @@ class AdmittedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedData(EventData):
-    """What it asked for, and what could be promised instead."""
+    """The requested deadline, and the earliest that could be promised instead."""
 
     kind = EventKind.REJECTED
     deadline_at: float | None
@@ -63,7 +63,7 @@ class RejectedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class AmendedData(EventData):
-    """What holds now."""
+    """The deadline and value that apply now."""
 
     kind = EventKind.AMENDED
     deadline_at: float | None
@@ -72,7 +72,7 @@ class AmendedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class AmendRejectedData(EventData):
-    """What could be promised instead."""
+    """The earliest deadline that could be promised instead."""
 
     kind = EventKind.AMEND_REJECTED
     earliest_deadline_at: float | None
@@ -80,7 +80,7 @@ class AmendRejectedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class SeedData(EventData):
-    """The seed."""
+    """The job's random seed."""
 
     kind = EventKind.SEED
     seed: int | None
@@ -88,7 +88,7 @@ class SeedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthData(EventData):
-    """Optimizer steps in all."""
+    """The total number of optimizer steps."""
 
     kind = EventKind.LENGTH
     steps: int
@@ -96,7 +96,7 @@ class LengthData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalWorkersData(EventData):
-    """Into how many shares each step is cut."""
+    """The number of shares that each step is split into."""
 
     kind = EventKind.LOGICAL_WORKERS
     logical_workers: int
@@ -104,7 +104,7 @@ class LogicalWorkersData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredData(EventData):
-    """The speed at one number of workers."""
+    """The measured speed with a number of workers."""
 
     kind = EventKind.MEASURED
     workers: int
@@ -113,7 +113,7 @@ class MeasuredData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class NotMeasuredData(EventData):
-    """With how many workers it was tried."""
+    """The number of workers for which the measurement was attempted."""
 
     kind = EventKind.NOT_MEASURED
     workers: int
@@ -121,7 +121,7 @@ class NotMeasuredData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetLengthData(EventData):
-    """Where it stands, and where the target loss is expected; None: that cannot be foretold."""
+    """The current step, and the step at which the target loss is expected; None if it cannot be predicted."""
 
     kind = EventKind.TARGET_LENGTH
     step: int
@@ -131,7 +131,7 @@ class TargetLengthData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetReachedData(EventData):
-    """After how many steps, and with which loss."""
+    """The step and the smoothed loss at which the target was reached."""
 
     kind = EventKind.TARGET_REACHED
     step: int
@@ -141,14 +141,14 @@ class TargetReachedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetMissedData(TargetReachedData):
-    """The same, of one that was not reached."""
+    """The same fields, for a target that was not reached."""
 
     kind = EventKind.TARGET_MISSED
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointData(EventData):
-    """Which checkpoint counts, and where it lies."""
+    """The checkpoint that is valid from now on, and its location."""
 
     kind = EventKind.CHECKPOINT
     path: str
@@ -160,7 +160,7 @@ class CheckpointData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDamagedData(EventData):
-    """Which checkpoint, below the folder of all of the job."""
+    """The damaged checkpoint's path, relative to the job's checkpoint folder."""
 
     kind = EventKind.CHECKPOINT_DAMAGED
     path: str
@@ -168,7 +168,7 @@ class CheckpointDamagedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class WarningData(EventData):
-    """Which workers it is about, or which field of their reports."""
+    """The generation that the warning concerns, or the field of its reports."""
 
     kind = EventKind.WARNING
     generation: int | None = None
@@ -177,7 +177,7 @@ class WarningData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class StartedData(EventData):
-    """Which workers, how many, and from which step."""
+    """The generation that started, its number of workers, and its first step."""
 
     kind = EventKind.STARTED
     generation: int
@@ -187,7 +187,7 @@ class StartedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class ResizedData(EventData):
-    """Which workers it is to have from now on."""
+    """The workers and slots that the job gets from now on."""
 
     kind = EventKind.RESIZED
     generation: int
@@ -200,7 +200,7 @@ class ResizedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class RescaledData(EventData):
-    """What a change in place was from and to, and what it took."""
+    """The number of workers before and after an in-place rescale, and its cost."""
 
     kind = EventKind.RESCALED
     generation: int
@@ -213,7 +213,7 @@ class RescaledData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class KeptData(EventData):
-    """Which workers."""
+    """The generation and workers that the job keeps."""
 
     kind = EventKind.KEPT
     generation: int
@@ -222,7 +222,7 @@ class KeptData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedData(EventData):
-    """From which step."""
+    """The step from which the job resumes."""
 
     kind = EventKind.RESUMED
     step: int
@@ -230,7 +230,7 @@ class ResumedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartingData(EventData):
-    """From which step."""
+    """The step from which the job restarts."""
 
     kind = EventKind.RESTARTING
     step: int
@@ -238,7 +238,7 @@ class RestartingData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartInsteadData(EventData):
-    """Which workers are started instead."""
+    """The workers that are started instead."""
 
     kind = EventKind.RESTART_INSTEAD
     workers: int
@@ -250,7 +250,7 @@ class RestartInsteadData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinFailedData(EventData):
-    """Who trains on, and who could not join."""
+    """The workers that continue training, and those that could not join (``lost``)."""
 
     kind = EventKind.JOIN_FAILED
     generation: int
@@ -263,7 +263,7 @@ class JoinFailedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLostData(EventData):
-    """Who was lost, and who goes on."""
+    """The workers that were lost, and those that continue."""
 
     kind = EventKind.WORKER_LOST
     generation: int
@@ -276,7 +276,7 @@ class WorkerLostData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class SlowWorkerData(EventData):
-    """How slow it is beside the others, by the compute time of a step, and what is done: moved, shrunk, or left."""
+    """How slow the worker is compared to the others (compute time of a step), and the action: moved, shrunk or left."""
 
     kind = EventKind.SLOW_WORKER
     action: str
@@ -290,7 +290,7 @@ class SlowWorkerData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class HangData(EventData):
-    """Which workers."""
+    """The generation that hung."""
 
     kind = EventKind.HANG
     generation: int
@@ -298,7 +298,7 @@ class HangData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class AtRiskData(EventData):
-    """What was promised, and what is expected."""
+    """The promised deadline, and the projected finish."""
 
     kind = EventKind.AT_RISK
     deadline_at: float
@@ -307,14 +307,14 @@ class AtRiskData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class OnTrackData(AtRiskData):
-    """The same."""
+    """The same fields as for a job at risk."""
 
     kind = EventKind.ON_TRACK
 
 
 @dataclass(frozen=True, kw_only=True)
 class SucceededData(EventData):
-    """What the job leaves; of one that was set aside nothing is known."""
+    """The job's result; all None for a job that was set aside, of which nothing is known."""
 
     kind = EventKind.SUCCEEDED
     met: bool | None = None
@@ -329,21 +329,21 @@ class SucceededData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class FailedData(SucceededData):
-    """The same."""
+    """The same fields as for a success."""
 
     kind = EventKind.FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
 class CancelledData(SucceededData):
-    """The same."""
+    """The same fields as for a success."""
 
     kind = EventKind.CANCELLED
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunExpectedData(EventData):
-    """When the next runs are due."""
+    """The times at which the next runs are due."""
 
     kind = EventKind.RUN_EXPECTED
     due_at: Sequence[float]
@@ -351,7 +351,7 @@ class RunExpectedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class RunMissedData(EventData):
-    """When the run was due."""
+    """The time at which the run was due."""
 
     kind = EventKind.RUN_MISSED
     due_at: float
@@ -359,7 +359,7 @@ class RunMissedData(EventData):
 
 @dataclass(frozen=True, kw_only=True)
 class SlotBackData(EventData):
-    """Which slot."""
+    """The slot that is used again."""
 
     kind = EventKind.SLOT_BACK
     node_id: str
@@ -374,11 +374,11 @@ def _all(of: type[EventData]) -> dict[EventKind, type[EventData]]:
 
 
 EVENT_DATA: Mapping[EventKind, type[EventData]] = _all(EventData)
-"""By kind; an event of any other kind carries nothing."""
+"""Data class by kind; events of any other kind carry no data."""
 
 
 def end_data(state: State, result: JobResult | None) -> EventData:
-    """What the end of a job in this state carries of its result, as far as there is one."""
+    """Return the data of the event that ends a job in this state, filled from its result if there is one."""
     if state is State.REJECTED:
         return RejectedData(deadline_at=None)
     of = {State.SUCCEEDED: SucceededData, State.FAILED: FailedData, State.CANCELLED: CancelledData}[state]
@@ -386,7 +386,7 @@ def end_data(state: State, result: JobResult | None) -> EventData:
 
 
 def kind_and_data(what: EventKind | EventData) -> tuple[EventKind, dict[str, Any]]:
-    """The kind of an event, and what it carries. Raises TypeError where that is missing."""
+    """Return the kind of an event and its data. Raises TypeError if a kind that carries data is given without."""
     if isinstance(what, EventData):
         return what.kind, what.as_json()
     if what in EVENT_DATA:

@@ -1,6 +1,6 @@
-"""The kinds of event in the log, what each means, and how much it matters to somebody who reads it.
+"""The kinds of event in the log, with the meaning and the severity of each.
 
-The page's colours and the table in the reference come from this list.
+The page's colours and the table in the reference are generated from this list.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Self
 
 
 class Tone(StrEnum):
-    """How an event looks on the page; the values are the page's CSS classes."""
+    """The appearance of an event on the page; the values are CSS classes of the page."""
 
     GOOD = "ok"
     ACTIVE = "accent"
@@ -20,16 +20,16 @@ class Tone(StrEnum):
 
 
 class EventKind(StrEnum):
-    """What an event says has happened, to a job or to the cluster.
+    """What has happened to a job or to the cluster.
 
-    A service that is newer than its client may send kinds that are not here: :class:`Event` takes any text.
+    A service that is newer than its client may send kinds that are not listed here: :class:`Event` accepts any string.
     """
 
     tone: Tone
     meaning: str
 
     def __new__(cls, value: str, tone: Tone, meaning: str) -> Self:
-        """Make a member that is its value, with a tone and a meaning besides."""
+        """Create a member from its string value, with a tone and a meaning as attributes."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.tone, member.meaning = tone, meaning
@@ -44,7 +44,7 @@ class EventKind(StrEnum):
     AMENDED = "amended", Tone.QUIET, "Its owner has changed its deadline or its value."
     AMEND_REJECTED = "amend_rejected", Tone.WARNING, "A change that its owner wanted cannot be promised."
 
-    # What the training says of itself
+    # Reported by the training
     SEED = "seed", Tone.QUIET, "With which seed and how many logical workers it trains."
     LENGTH = "length", Tone.QUIET, "How many steps it makes, by its script."
     LOGICAL_WORKERS = "logical_workers", Tone.QUIET, "The script has chosen how many logical workers there are."

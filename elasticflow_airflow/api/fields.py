@@ -1,7 +1,7 @@
-"""The types of what requests hold, each with its limits (``elasticflow_airflow.bounds``).
+"""The field types of requests, each with its limits (``elasticflow_airflow.bounds``).
 
-A value out of bounds is an error of the type ``OUT_OF_BOUNDS``, whose message says the limit and what to do. Numbers
-and switches are not read from texts: whoever sends "5" for 5 has made a mistake somewhere.
+A value out of bounds is an error of the type ``OUT_OF_BOUNDS``, whose message states the limit and how to fix it.
+Numbers and booleans are not parsed from strings: a client that sends "5" for 5 has a bug.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from elasticflow_airflow import bounds
 
 OUT_OF_BOUNDS = "out_of_bounds"
 TOO_FAR_AHEAD = "too_far_ahead"
-"""The same of a time, by the clock of whoever looks at it."""
+"""Error type of a time that is too far ahead by the clock of the validating process."""
 
 
 def refuse(problem: str | None) -> None:
-    """Raise what pydantic makes an error of the field of, where there is a problem."""
+    """Raise an error that pydantic reports for the field, unless ``problem`` is None."""
     if problem is not None:
         raise PydanticCustomError(OUT_OF_BOUNDS, "{problem}", {"problem": problem})
 
 
 def bounded(problem_of: Callable[[Any], str | None]) -> AfterValidator:
-    """Refuse a value of which something is wrong."""
+    """Return a validator that refuses a value for which ``problem_of`` returns a problem."""
 
     def check(value: Any) -> Any:
         refuse(problem_of(value))
@@ -58,7 +58,7 @@ Switch = Annotated[bool, _STRICT]
 
 
 def _not_too_far(at_s: float) -> float:
-    """Of a kind of its own: what was taken in once is not given up because time limits are others now."""
+    """Has an error type of its own, so that a stored message is not rejected because the limit has moved with time."""
     problem = bounds.ahead_problem(at_s, time.time())
     if problem is not None:
         raise PydanticCustomError(TOO_FAR_AHEAD, "{problem}", {"problem": problem})
@@ -73,25 +73,25 @@ UtcSeconds = Annotated[
     WithJsonSchema({"type": "number", "minimum": bounds.EARLIEST_S, "maximum": bounds.LATEST_S}),
 ]
 DurationS = Annotated[float, _STRICT, *_number(0.0, bounds.LONGEST_S, above=True)]
-"""Of a lease, say: more than 0."""
+"""A duration such as a lease, in seconds: more than 0."""
 HorizonH = Annotated[float, _STRICT, *_number(0.0, 24.0 * 14, above=True)]
-"""How many hours a question looks ahead."""
+"""How many hours ahead a request asks about."""
 StepCount = Annotated[int, _STRICT, *_count(1, bounds.MOST_COUNT)]
-"""Steps, epochs, or samples of a batch: at least one."""
+"""Number of steps, of epochs, or of samples in a batch: at least one."""
 SampleCount = Annotated[int, _STRICT, *_count(1, bounds.MOST_SAMPLES)]
 WorkerCount = Annotated[int, _STRICT, *_count(1, bounds.MOST_WORKERS)]
 CurveSize = Annotated[int, *_count(1, bounds.MOST_WORKERS)]
-"""The same as a key of a JSON object, where every key is a text."""
+"""A worker count as a key of a JSON object, where every key is a string."""
 Seed = Annotated[int, _STRICT, *_count(0, bounds.MOST_COUNT)]
 NodeCount = Annotated[int, _STRICT, *_count(0, bounds.MOST_NODES)]
 Counter = Annotated[int, _STRICT, *_count(0, bounds.MOST_COUNT)]
-"""A claim, or another number that begins at 0."""
+"""A claim, or another number that starts at 0."""
 MapIndex = Annotated[int, _STRICT, *_count(-1, bounds.MOST_COUNT)]
 Value = Annotated[float, _STRICT, *_number(bounds.LEAST_VALUE, bounds.MOST_VALUE)]
 Speed = Annotated[float, _STRICT, *_number(bounds.SLOWEST_STEPS_PER_S, bounds.FASTEST_STEPS_PER_S)]
 Loss = Annotated[float, _STRICT, *_number(-bounds.LARGEST_LOSS, bounds.LARGEST_LOSS)]
 Name = Annotated[str, *_text(bounds.NAME_CHARACTERS)]
-"""An id of Airflow, of a job, of a node."""
+"""An Airflow id, a job id or a node id."""
 Sentence = Annotated[str, *_text(bounds.TEXT_CHARACTERS)]
 """A reason."""
 LongText = Annotated[str, *_text(bounds.PATTERN_CHARACTERS)]

@@ -1,4 +1,4 @@
-"""What will become of all that is due: questions and answers."""
+"""The forecast of all jobs and runs that are due: requests and responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elasticflow_airflow.api.submission import JobSubmission
 
 
 class PlannedRun(Wire):
-    """A run that the calendar does not know of yet, or not as it will be: of a DAG that is about to change, say."""
+    """A run that the calendar does not know yet, or not in this form: for example of a DAG that is about to change."""
 
     submission: JobSubmission
     due_at: UtcSeconds
@@ -25,9 +25,9 @@ class PlannedRun(Wire):
 
 
 class ForecastRequest(Wire):
-    """Ask what will become of everything that is due in the next ``hours``.
+    """Request the forecast of everything that is due in the next ``hours``.
 
-    ``planned`` runs are taken as if they were due too, instead of what the calendar expects of the same tasks.
+    ``planned`` runs are treated as due, too, and replace what the calendar expects of the same tasks.
     """
 
     hours: HorizonH = 24.0
@@ -35,37 +35,38 @@ class ForecastRequest(Wire):
 
 
 class ForecastItem(Wire):
-    """One deadline: of a live job, or of a run that is expected.
+    """One deadline, of a live job or of an expected run.
 
-    ``kept``: it will be met. ``at_risk``: promised, but no longer on course. ``undecided``: a job that is being
-    measured, or waits though it would fit. ``missed``: a job that waits for capacity, or an expected run, that would be
-    rejected as things stand; ``earliest_deadline_at`` would do. A planned run that is ``kept`` and has an
-    ``earliest_deadline_at`` is kept by that one, as its ``latest_deadline_at`` allows. ``unknown``: too little is known
-    of the task.
+    ``kept``: the deadline will be met. ``at_risk``: it was promised but will probably be missed. ``undecided``: the job
+    is being measured, or waits although it would fit. ``missed``: a job that waits for capacity, or an expected run,
+    would be rejected in the current state; ``earliest_deadline_at`` could be promised. A planned run that is ``kept``
+    and has an ``earliest_deadline_at`` meets that later deadline, which its ``latest_deadline_at`` allows. ``unknown``:
+    too little is known about the task.
     """
 
     kind: Literal["job", "expected"]
     outcome: Literal["kept", "at_risk", "undecided", "missed", "unknown"]
     task: str
     planned: bool = False
-    """Whether it is one of the request's own runs."""
+    """Whether this is one of the request's ``planned`` runs."""
     job_id: str | None = None
     namespace: str | None = None
-    """With ``dag_id``, whose task this is: who shows the answer to people must know what they may read."""
+    """With ``dag_id``, the owner of the task: a caller that shows the answer to users must check what they may read."""
     dag_id: str | None = None
     due_at: float | None = None
     deadline_at: float | None = None
     probability: float = 1.0
-    """How surely an expected run comes, by how often it did."""
+    """Probability that an expected run comes, by how often it has come."""
     projected_at: float | None = None
     earliest_deadline_at: float | None = None
     reason: str = ""
 
 
 class ForecastAnswer(Wire):
-    """The outlook of every deadline until ``until_at``, soonest first; expected runs are those due by then.
+    """The forecast of every deadline until ``until_at``, soonest first, including expected runs due by then.
 
-    ``missing_slots``: with so many more slots all would be kept; None: no number that was tried would do.
+    ``missing_slots`` is the number of additional slots with which all would be kept; None: no number that was tried
+    suffices.
     """
 
     asked_at: float

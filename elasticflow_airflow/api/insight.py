@@ -1,7 +1,6 @@
-"""What the service tells about itself and its jobs beyond their status: the values behind the pages. Times in UTC s.
+"""Details of the service and its jobs beyond their status, as the pages show them. Times are UTC seconds.
 
-May import nothing but pydantic, like the rest of this folder: read by the service, its clients, and the pages of the
-plugin.
+May import nothing but pydantic, like the rest of this folder: used by the service, its clients, and the plugin's pages.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from elasticflow_airflow.api import ForecastAnswer, JobStatus, SlotStatus, Verdi
 from elasticflow_airflow.api.fields import HorizonH, MapIndex, Name, NodeCount, UtcSeconds, refuse
 
 REDACTED = "***"
-"""Stands where a value is not shown because it may be secret."""
+"""Replaces a value that is not shown because it may be secret."""
 
 
 class Span(Wire):
-    """A job on its slots for a while: one generation of workers, or one segment of a plan.
+    """A job on its slots for a period of time: one generation of workers, or one segment of a plan.
 
-    ``slots`` are [node, index]; of a plan only as many as it has settled. ``running_at`` is when its workers began to
-    train: from ``from_at`` until then, and during ``pause_s``, slots were held without computing. ``purpose``: "train",
-    "profile" (its speed is measured), "join" (new workers get ready while the others train on), or, of a plan,
-    "expected" (kept free for a run that has not come; without ``job_id`` and ``run_id``).
+    ``slots`` are [node, index]; a plan lists only the slots that are already fixed. ``running_at`` is when the workers
+    began to train: from ``from_at`` until then, and during ``pause_s``, slots were held without computing. ``purpose``
+    is "train", "profile" (the job's speed is measured), "join" (new workers start while the others keep training) or,
+    in a plan, "expected" (kept free for a run that has not come; without ``job_id`` and ``run_id``).
     """
 
     job_id: str
@@ -38,7 +37,7 @@ class Span(Wire):
     from_at: float
     running_at: float | None = None
     until_at: float | None = None
-    """None: it still holds them."""
+    """None: the job still holds the slots."""
     workers: int
     slots: list[tuple[str, int]] = Field(default_factory=list)
     pause_s: float = 0.0
@@ -47,7 +46,7 @@ class Span(Wire):
 
 
 class Admission(Wire):
-    """One submission and what admission control said to it."""
+    """One submission and the decision of admission control."""
 
     job_id: str
     namespace: str = "default"
@@ -66,9 +65,9 @@ class Admission(Wire):
 
 
 class NamedTask(Wire):
-    """A task that a sentence names, by ``length`` characters from ``at`` on, and whose it is.
+    """The position of a task's name in a sentence (``length`` characters from ``at``), and the task's owner.
 
-    Who shows the sentence to people must know what they may read.
+    A caller that shows the sentence to users must check what they may read.
     """
 
     at: int
@@ -78,42 +77,42 @@ class NamedTask(Wire):
 
 
 class ClusterNow(Wire):
-    """The cluster at this moment: every slot and who holds it, and all live jobs."""
+    """The current state of the cluster: every slot with its holder, and all live jobs."""
 
     at: float
     slots: list[SlotStatus]
     jobs: list[JobStatus]
     why: dict[str, str] = Field(default_factory=dict)
-    """By job id, one sentence as in ``JobStory.why``."""
+    """One sentence by job id, as in ``JobStory.why``."""
     why_names: dict[str, list[NamedTask]] = Field(default_factory=dict)
-    """By job id, the tasks that its sentence names, in order."""
+    """The tasks that the sentence names, in order, by job id."""
 
 
 class DagAsked(Wire):
-    """What one DAG asked for between two moments, and how it went."""
+    """What one DAG requested between two times, and the outcome."""
 
     namespace: str
     dag_id: str
     runs: int
     rejected: int
     judged: int
-    """Runs that have ended and had a deadline; ``met`` are those that kept it."""
+    """Number of runs that have ended and had a deadline; ``met`` counts those that met it."""
     met: int
     median_wait_s: float | None
-    """From submission to the first step, of those that began."""
+    """Time from submission to the first step, of the runs that started."""
 
 
 class DagTotals(DagAsked):
-    """What one DAG asked for and held between two moments."""
+    """What one DAG requested and held between two times."""
 
     slot_s: float
 
 
 class ClusterHistory(Wire):
-    """What was, what is planned, and what was asked for, between two moments.
+    """Past allocations, planned allocations and submissions between two times.
 
-    ``held_slot_s`` and ``computing_slot_s`` add up the slots that were held and those of them that trained, in each of
-    the equal parts of the time from ``from_at`` to ``until_at``, of ``part_s`` each.
+    ``held_slot_s`` and ``computing_slot_s`` are the slot-seconds that were held and that were spent training, for each
+    of the equal parts, of ``part_s`` seconds each, of the period from ``from_at`` to ``until_at``.
     """
 
     from_at: float
@@ -128,15 +127,15 @@ class ClusterHistory(Wire):
     slots: int
     by_dag: list[DagTotals] = Field(default_factory=list)
     complete: bool = True
-    """False: so much was going on that the oldest of ``spans`` or ``admissions`` is left out. The sums are of all."""
+    """False: there were so many ``spans`` or ``admissions`` that the oldest are left out. The sums include all."""
     spans_from_at: float | None = None
-    """What began to hold slots before this moment is left out of ``spans``; None: nothing is."""
+    """``spans`` leaves out what began to hold slots before this time; None: nothing is left out."""
     admissions_from_at: float | None = None
-    """What was submitted before this moment is left out of ``admissions``; None: nothing is."""
+    """``admissions`` leaves out what was submitted before this time; None: nothing is left out."""
 
 
 class Sample(Wire):
-    """How a job did at one moment."""
+    """A job's progress at one time."""
 
     at: float
     step: int
@@ -146,14 +145,14 @@ class Sample(Wire):
 
 
 class WorkerTimes(Wire):
-    """Where the time of one worker went in its last window; the seconds add up to the window."""
+    """How one worker spent the time of its last measurement window; the seconds add up to the window."""
 
     worker_id: str
     rank: int
     at: float
     window_steps: int
     samples: int | None = None
-    """Its own, of that window."""
+    """Samples that this worker processed in the window."""
     data_s: float = 0.0
     compute_s: float = 0.0
     reduce_s: float = 0.0
@@ -179,7 +178,7 @@ class Checkpoint(Wire):
 
 
 class CurvePoint(Wire):
-    """Speed with a number of workers: as measured, and as the scheduler reckons with."""
+    """Speed with a number of workers: as measured, and as the scheduler assumes it."""
 
     workers: int
     measured_steps_per_s: float | None = None
@@ -187,48 +186,51 @@ class CurvePoint(Wire):
 
 
 class TrainedWith(Wire):
-    """What decided on the weights of a run beside its code and arguments: enough to repeat it alone."""
+    """What determines a run's weights besides its code and arguments; enough to repeat the run on its own."""
 
     code_dir: str
     """Folder of the code as it was submitted, on the service's machine."""
     python: str
     submitted: dict[str, Any]
-    """As ``SessionConfig.submitted``, for the environment variable that ``runtime.init`` reads."""
+    """The value of ``SessionConfig.submitted``, for the environment variable that ``runtime.init`` reads."""
     threads: int | None = None
-    """Of torch, in each worker; None: the script knows no session."""
+    """Number of torch threads in each worker; None: the script does not use the session."""
     threads_differed: bool = False
-    """Between its generations, on slots of several kinds."""
+    """Whether ``threads`` differed between generations, on slots of different kinds."""
     micro_batch_changed: bool = False
-    """It was halved on the way, because memory did not suffice."""
+    """Whether the micro-batch was halved during the run because memory did not suffice."""
 
 
 class JobStory(Wire):
-    """Everything about one incarnation of a job, for a page of its own."""
+    """Everything about one incarnation of a job, for the job's page."""
 
     status: JobStatus
     incarnations: int
     why: str
-    """One sentence: why it has this size or why it waits, and until when."""
+    """One sentence: why the job has its size or why it waits, and until when."""
     why_names: list[NamedTask] = Field(default_factory=list)
     """The tasks that the sentence names, in order."""
     submission: dict[str, Any]
-    """What was asked for: no secret, no environment value."""
+    """The submission, without secrets and without values of environment variables."""
     generations: list[Span]
     planned: list[Span]
     samples: list[Sample]
     samples_per_s: float | None = None
-    """Of all workers together, as reported last."""
+    """Speed of all workers together, as last reported."""
     noise_scale: float | None = None
-    """Gradient noise scale, in samples: the global batch from which on larger ones pay little (arXiv:1812.06162)."""
+    """Gradient noise scale, in samples: the global batch size above which a larger one gains little.
+
+    See arXiv:1812.06162.
+    """
     curve: list[CurvePoint]
     workers: list[WorkerTimes]
     checkpoints: list[Checkpoint]
     trained_with: TrainedWith | None = None
-    """None: an older service, or it has not begun."""
+    """None: the service is older, or the job has not started."""
 
 
 class RunOfTask(Wire):
-    """One run of a recurring task, to stand beside another: ``samples`` count seconds from its start, not UTC."""
+    """One run of a recurring task, for comparison: times of ``samples`` are seconds from the run's start, not UTC."""
 
     job_id: str
     run_id: str
@@ -247,31 +249,31 @@ class RunOfTask(Wire):
 
 
 class DeadlineChange(Wire):
-    """What if this live job had another deadline, or none (``deadline_at`` None: best effort)."""
+    """A hypothetical deadline for a live job (``deadline_at`` None: best effort)."""
 
     job_id: Name
     deadline_at: UtcSeconds | None
 
 
 class WhatIfRequest(Wire):
-    """Ask for the outlook with other deadlines, or with more or fewer nodes. Nothing is changed."""
+    """Request the forecast with other deadlines, or with more or fewer nodes. Nothing is changed."""
 
     hours: HorizonH = 24.0
     changes: list[DeadlineChange] = Field(default_factory=list, max_length=100)
     without_nodes: list[Name] = Field(default_factory=list, max_length=1000)
     extra_nodes: NodeCount = 0
-    """So many more nodes, each like the largest that there is."""
+    """Number of additional nodes, each like the largest existing one."""
 
 
 class WhatIfVerdict(Wire):
-    """What the service would say to one of the changes."""
+    """The decision that the service would make on one of the changes."""
 
     job_id: str
     verdict: Verdict
 
 
 class WhatIf(Wire):
-    """The outlook as things are, and as they would be."""
+    """The forecast without and with the hypothetical changes."""
 
     verdicts: list[WhatIfVerdict]
     before: ForecastAnswer
@@ -279,9 +281,9 @@ class WhatIf(Wire):
 
 
 class ReleasableNode(Wire):
-    """A node that nobody needs until ``until_at``.
+    """A node that no job needs until ``until_at``.
 
-    ``idle``: nobody stands on it now; who does stand on it moves when it is drained.
+    ``idle``: no workers run on it now; otherwise they are moved when it is drained.
     """
 
     node_id: str
@@ -291,29 +293,31 @@ class ReleasableNode(Wire):
 
 
 class CapacityWant(Wire):
-    """Somebody who wants capacity: a job, or a run that is expected (no ``job_id``).
+    """A job, or an expected run (no ``job_id``), that needs more capacity.
 
-    ``at_risk``: promised, and no longer on course. ``missed``: an expected run that would be rejected. ``waiting``: was
-    asked to wait. ``unmeasured``: waits for slots to be measured on. ``best_effort``: holds nothing. ``rejected``: was
-    rejected lately, would be again, and its deadline is ahead.
+    ``at_risk``: promised, but will probably miss its deadline. ``missed``: an expected run that would be rejected.
+    ``waiting``: submitted to wait for capacity. ``unmeasured``: waits for slots on which to measure its speed.
+    ``best_effort``: holds no slots. ``rejected``: was rejected recently, would be again, and its deadline is still
+    ahead.
     """
 
     need: Literal["at_risk", "missed", "waiting", "unmeasured", "best_effort", "rejected"]
     task: str
     job_id: str | None = None
     namespace: str | None = None
-    """With ``dag_id``, whose task this is: who shows the answer to people must know what they may read."""
+    """With ``dag_id``, the owner of the task: a caller that shows the answer to users must check what they may read."""
     dag_id: str | None = None
     deadline_at: float | None = None
     reason: str = ""
 
 
 class CapacityAnswer(Wire):
-    """What nobody needs until ``until_at``, or what is missing: one of the two at most.
+    """Either the nodes that no job needs until ``until_at``, or the capacity that is missing.
 
-    All of ``releasable`` can go together, drained and removed in this order. ``wanted_nodes`` more nodes, each of
-    ``slots_per_node`` (and ``gpu_type``), would do for all in ``wanted_by``, soonest deadline first; None: no number
-    that was tried would. ``hopeless``: no number would help them; they are in no other figure.
+    All of ``releasable`` can be drained and removed together, in this order. ``wanted_nodes`` additional nodes of
+    ``slots_per_node`` slots (and of ``gpu_type``) would suffice for all in ``wanted_by``, soonest deadline first; None:
+    no number that was tried suffices. ``hopeless`` lists those that no number of nodes would help; no other figure
+    includes them.
     """
 
     asked_at: float
@@ -330,7 +334,7 @@ class CapacityAnswer(Wire):
 
 
 class DueRuns(Wire):
-    """When the runs of one recurring task are due, as its timetable says; replaces what was said of it before."""
+    """The times at which runs of one recurring task are due by its timetable; replaces those reported before."""
 
     namespace: Name = "default"
     dag_id: Name
@@ -345,7 +349,7 @@ class DueRuns(Wire):
 
 
 class TaskOfNamespace(Wire):
-    """A recurring task that there is; ``map_indexes`` None: all instances of it that anybody spoke of."""
+    """An existing recurring task; ``map_indexes`` None: all instances of it that were ever reported."""
 
     dag_id: Name
     task_id: Name
@@ -353,9 +357,9 @@ class TaskOfNamespace(Wire):
 
 
 class WholeNamespace(Wire):
-    """These are all recurring tasks of a namespace as it was ``read_at``: no run of another task there is due.
+    """All recurring tasks of a namespace as of ``read_at``: no run of any other task in it is due.
 
-    What was said of a task later than that still holds.
+    What was reported about a task after that time remains valid.
     """
 
     namespace: Name = "default"
@@ -364,16 +368,16 @@ class WholeNamespace(Wire):
 
 
 class CalendarRequest(Wire):
-    """Due runs of many tasks, of one Airflow (namespace); with ``whole``, also that there are no others in it."""
+    """Due runs of many tasks of one Airflow (namespace); with ``whole``, also states that it has no other tasks."""
 
     tasks: list[DueRuns] = Field(max_length=5000)
     whole: WholeNamespace | None = None
 
 
 class CalendarAnswer(Wire):
-    """How many tasks were taken in; ``unknown`` ones have no history here, so nothing can be kept free for them yet.
+    """How many tasks were stored; ``unknown`` ones have no history here, so no slots can be kept free for them yet.
 
-    ``forgotten``: those that are no more, for whose runs to come something may have been kept free until now.
+    ``forgotten`` lists removed tasks for whose future runs slots may have been kept free until now.
     """
 
     taken: int
@@ -382,7 +386,7 @@ class CalendarAnswer(Wire):
 
 
 class StackDump(Wire):
-    """What each live worker of a job was doing, by worker id; or why that cannot be said."""
+    """The stack of each live worker of a job by worker id, or the reason why it is not available."""
 
     job_id: str
     at: float

@@ -1,4 +1,4 @@
-"""Who owns the live jobs: what the service tells Airflow of them, and what Airflow says of their task instances."""
+"""Ownership of live jobs: what the service reports about them, and what Airflow reports about their task instances."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from elasticflow_airflow.api.status import JobStatus
 from elasticflow_airflow.api.submission import JobIdentity
 
 MOST_OWNERS = 1000
-"""In one page or report."""
+"""Maximum number of entries in one page or report."""
 JobId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,119}$")]
 
 
 class OwnedJob(Wire):
-    """A live job: whose it is, by which claim, and when somebody asked for it last.
+    """A live job: its owner, its claim, and when it was last polled or renewed (``heard_at``).
 
-    ``known_to`` is the Airflow that has said that the task instance is there, ``seen_at`` when it said so last.
+    ``known_to`` is the Airflow that has reported that the task instance exists, ``seen_at`` when it last did so.
     """
 
     job_id: str
@@ -31,7 +31,7 @@ class OwnedJob(Wire):
 
 
 class OwnedJobs(Wire):
-    """Live jobs in the order of their ids. ``next_after``: go on after this id; None: these were the last."""
+    """A page of live jobs in the order of their ids. ``next_after``: where the next page starts; None: last page."""
 
     at: float
     jobs: list[OwnedJob]
@@ -39,10 +39,10 @@ class OwnedJobs(Wire):
 
 
 class OwnerSeen(Wire):
-    """What has become of a job's task instance: it is there, has ended for good, or was deleted.
+    """The status of a job's task instance: it exists, has ended for good, or was deleted.
 
-    ``state`` is what Airflow calls it. ``claim`` is the one that the job had before Airflow was asked: with a newer
-    one, another attempt owns the job.
+    ``state`` is Airflow's state of the task instance. ``claim`` is the job's claim before Airflow was asked: if the job
+    has a newer one by now, another attempt owns it.
     """
 
     job_id: JobId
@@ -52,9 +52,10 @@ class OwnerSeen(Wire):
 
 
 class OwnersReport(Wire):
-    """What an Airflow knows of the task instances of its namespace. Of what it does not name, it says nothing.
+    """What one Airflow knows about task instances of its namespace; makes no statement about those not listed.
 
-    ``airflow`` tells one Airflow from another: that a task instance is no more is believed of the one that had it.
+    ``airflow`` identifies the Airflow: a report that a task instance was deleted is accepted only from the Airflow that
+    had it.
     """
 
     namespace: Annotated[Name, Field(min_length=1)]
@@ -63,15 +64,15 @@ class OwnersReport(Wire):
 
 
 class OwnersAnswer(Wire):
-    """The jobs that are cancelled, as their owner is gone. Others were claimed anew meanwhile, or are over."""
+    """The jobs that are cancelled because their owner is gone. Others were claimed again meanwhile, or have ended."""
 
     cancelled: list[str]
 
 
 class UnownedJob(Wire):
-    """A live job that nobody seems to want: since when (UTC seconds), and why it is taken for that.
+    """A live job that seems to have no owner: since when (UTC seconds), and why it is considered unowned.
 
-    ``owner_gone``: Airflow has said so, and the job is being cancelled.
+    ``owner_gone``: Airflow has reported that the owner is gone, and the job is being cancelled.
     """
 
     job: JobStatus

@@ -1,4 +1,4 @@
-"""Who serves a state directory, or did last: ``service.json``, for people, scripts and who looks for the service."""
+"""The service of a state directory, or the last one: ``service.json``, for people, scripts and clients."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pydantic import ConfigDict, ValidationError
 from elasticflow_airflow.api.base import Wire
 
 LOCK_FILE = "service.lock"
-"""Whoever serves a state directory holds a lock on this file in it; it stays there, so that it tells one."""
+"""The service of a state directory locks this file in it. The file is never removed, so it marks a state directory."""
 _FILE = "service.json"
-_NEW = f".{_FILE}.new"  # One name: who writes holds the directory's lock, and what a killed one left is replaced.
+_NEW = f".{_FILE}.new"  # A fixed name: the writer holds the directory's lock, and replaces what a killed one left.
 
 
 class ServiceCard(Wire):
-    """A service. Times are UTC seconds; ``ended_at`` None: it serves, or it was killed."""
+    """Describes a service. Times are UTC seconds; ``ended_at`` None: it is running, or it was killed."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -27,24 +27,27 @@ class ServiceCard(Wire):
     version: str
     endpoint: str
     embedded: bool = True
-    """It was started by whoever needed it, with his settings; versions before did not say."""
+    """Whether a client started it on demand, with the client's settings. True for versions without this field."""
     ended_at: float | None = None
     idle: bool | None = None
-    """Whether it has ended because nobody needed it; else it was told to. None: versions before did not say."""
+    """Whether it ended because it was idle, rather than being told to stop. None for versions without this field."""
 
     @property
     def is_expected(self) -> bool:
-        """Somebody serves it, or did until it was killed: it is to come again, and nobody else may take its place."""
+        """Whether it was started with ``elasticflow serve`` and has not ended cleanly.
+
+        Such a service is expected to come back, and no other may take its place.
+        """
         return not self.embedded and self.ended_at is None
 
     @property
     def owner(self) -> dict[str, str | int | float]:
-        """What names it to somebody else."""
+        """The fields that identify the service to others."""
         return self.model_dump(include={"pid", "host", "started_at", "version", "endpoint"})
 
     @classmethod
     def read(cls, state_dir: Path) -> Self | None:
-        """The card in a state directory; None where no service has left one that can be read."""
+        """Read the card in a state directory; None if there is none, or it cannot be read."""
         try:
             return cls.model_validate_json((state_dir / _FILE).read_bytes())
         except (OSError, ValidationError):

@@ -1,4 +1,4 @@
-"""How jobs, slots and the service stand, and what their owners may change."""
+"""The status of jobs, slots and the service, and the changes that owners may request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticflow_airflow.api.submission import JobIdentity
 StoredIdentity = Annotated[
     JobIdentity, BeforeValidator(lambda raw: JobIdentity.as_stored(raw) if isinstance(raw, dict) else raw)
 ]
-"""In an answer: it was taken in once, and is not looked at again."""
+"""An identity in a response: it was validated at submission and is not validated again."""
 
 
 class State(StrEnum):
@@ -33,7 +33,7 @@ class State(StrEnum):
 
     @property
     def terminal(self) -> bool:
-        """Nothing more happens to the job."""
+        """Whether the state is final."""
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED, State.REJECTED)
 
 
@@ -41,7 +41,7 @@ AdmissionDecision = Literal["admitted", "best_effort", "renegotiated", "rejected
 
 
 class Verdict(Wire):
-    """What admission control said."""
+    """The decision of admission control."""
 
     decision: AdmissionDecision
     reason: str = ""
@@ -49,11 +49,11 @@ class Verdict(Wire):
     earliest_deadline_at: float | None = None
     event_id: int | None = None
     plan: list[dict[str, float]] | None = None
-    """Segments of the proving plan: start_s, end_s, workers, lost_s."""
+    """Segments of the plan that proves the promise: start_s, end_s, workers, lost_s."""
 
 
 class JobResult(Wire):
-    """What a successful (or given up) job leaves."""
+    """The result of a successful (or given up) job."""
 
     checkpoint_path: str | None = None
     checkpoint_digest: str | None = None
@@ -68,7 +68,7 @@ class JobResult(Wire):
 
 
 class JobStatus(Wire):
-    """Everything about a job that its watcher wants to know."""
+    """The full status of a job."""
 
     job_id: str
     identity: StoredIdentity
@@ -77,7 +77,7 @@ class JobStatus(Wire):
     state: State
     state_reason: str = ""
     set_aside: str | None = None
-    """Why nothing is done for the job but to keep its workers: the service failed on it. None: it is not set aside."""
+    """Why the service, having failed on the job, only keeps its workers running. None: it is not set aside."""
     verdict: Verdict
     claim: int
     submitted_at: float
@@ -88,19 +88,19 @@ class JobStatus(Wire):
     slots: list[tuple[str, int]] = Field(default_factory=list)
     consistency: str = "consistent"
     logical_workers: int | None = None
-    """The most workers that it can get; fixed for its life. None: not chosen yet, or consistency="fast"."""
+    """Upper limit of its number of workers; fixed for its lifetime. None: not chosen yet, or consistency="fast"."""
     seed: int | None = None
-    """Of all that is random in the training; None: it has not begun, or its script knows no session."""
+    """Random seed of the training; None: it has not started, or its script does not use the session."""
     step: int = 0
     total_steps: int | None = None
     loss: float | None = None
     target_loss: float | None = None
-    """Training ends when ``smoothed_loss`` is there, or after ``total_steps``."""
+    """Training ends when ``smoothed_loss`` reaches this value, or after ``total_steps``."""
     smoothed_loss: float | None = None
     expected_steps: int | None = None
-    """The step, from the beginning, at which the target is expected; None: nobody can say."""
+    """The step, counted from the beginning, at which the target is expected; None: it cannot be predicted."""
     expected_steps_at_most: int | None = None
-    """... with one standard error: what allocation plans with. Promises stand on ``total_steps``."""
+    """``expected_steps`` plus one standard error: what allocation plans with. Promises are based on ``total_steps``."""
     target_reached: bool | None = None
     """None until the training has ended."""
     steps_per_s: float | None = None
@@ -110,7 +110,7 @@ class JobStatus(Wire):
     lease_expires_at: float | None = None
     acknowledged: bool = False
     orphaned: bool = False
-    """Cancelled because nobody asked for it any more, and by nobody's wish."""
+    """Whether it was cancelled because no client polled it any more, and not on request."""
     result: JobResult | None = None
     failure: str | None = None
     log_names: list[str] = Field(default_factory=list)
@@ -118,12 +118,12 @@ class JobStatus(Wire):
 
     @property
     def cursor(self) -> str:
-        """Where a page of a list ends whose last job this is: what is asked for to have the next page."""
+        """Cursor for the page that follows a page whose last job is this one."""
         return f"{self.submitted_at!r},{self.job_id}"
 
 
 class Attachment(Wire):
-    """Answer to a submit or attach: the job, and the claim to show with cancel, acknowledge and amend."""
+    """Response to a submit or attach: the job, and the claim to send with cancel, acknowledge and amend."""
 
     job: JobStatus
     claim: int
@@ -132,7 +132,7 @@ class Attachment(Wire):
 
 
 class AttachRequest(Wire):
-    """A task attempt that only wants to go on with a job that it knows to exist."""
+    """Attach to an existing job, for a task attempt that wants to continue with it."""
 
     lease_s: DurationS | None = None
 
@@ -145,7 +145,7 @@ class ClaimRequest(Wire):
 
 
 class AmendRequest(Wire):
-    """Change the deadline, the value, or give the deadline up."""
+    """Change the deadline or the value, or drop the deadline."""
 
     claim: Counter
     deadline_at: UtcSeconds | None = None
@@ -154,7 +154,7 @@ class AmendRequest(Wire):
 
 
 class AmendAnswer(Wire):
-    """Whether the amendment holds; if not, what would."""
+    """Whether the amendment was accepted; if not, the earliest deadline that would be."""
 
     accepted: bool
     reason: str = ""
@@ -163,7 +163,7 @@ class AmendAnswer(Wire):
 
 
 class DryRun(Wire):
-    """What admission control would say to a submission now; nothing was submitted."""
+    """The decision that admission control would make on a submission now; nothing was submitted."""
 
     job_id: str
     verdict: Verdict
@@ -192,10 +192,10 @@ class LogPiece(Wire):
 
 
 class SlotStatus(Wire):
-    """One slot of the cluster and who holds it.
+    """One slot of the cluster and its holder.
 
-    ``draining_until`` is when its node goes away, if that is known; ``avoided_until`` is until when nothing is planned
-    on it, as a worker was slow there.
+    ``draining_until`` is when its node goes away, if that is known. Until ``avoided_until`` the slot is not used,
+    because a worker was slow on it.
     """
 
     node_id: str
@@ -214,13 +214,13 @@ class Drain(Wire):
 
 
 class DrainRequest(Wire):
-    """Say when a node goes away, or with None that it stays."""
+    """Announce when a node goes away; None: it stays."""
 
     until_at: UtcSeconds | None
 
 
 class Health(Wire):
-    """Answer to health and version."""
+    """Response to a health request."""
 
     status: Literal["ok", "degraded"]
     version: str

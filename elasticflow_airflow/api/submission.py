@@ -1,4 +1,4 @@
-"""What is asked for: which task trains what, how long, and by when."""
+"""The submission of a job: which task trains what, how long, and by when."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Consistency = Literal["consistent", "fast"]
 
 
 class JobIdentity(Wire):
-    """Which Airflow task instance a job belongs to. The namespace keeps two Airflows apart."""
+    """The Airflow task instance that a job belongs to. The namespace distinguishes several Airflows."""
 
     namespace: Name = "default"
     dag_id: Name
@@ -55,7 +55,7 @@ class JobIdentity(Wire):
 
     @classmethod
     def as_stored(cls, raw: object) -> Self:
-        """What was taken in before. Of a row that cannot be read, what can be: it hides nobody else's."""
+        """Read a stored identity. Takes what it can from a damaged row, so that this row does not hide the others."""
         parts = {"namespace": "default", **raw} if isinstance(raw, Mapping) else {}
         names = {name: str(parts.get(name, "")) for name in ("namespace", "dag_id", "run_id", "task_id")}
         map_index = parts.get("map_index")
@@ -63,7 +63,7 @@ class JobIdentity(Wire):
 
     @property
     def job_id(self) -> str:
-        """Deterministic id: readable, safe in a URL and as a folder name, unique by a digest of all parts."""
+        """Deterministic id: readable, safe in a URL and as a folder name, made unique by a digest of all parts."""
         parts = [self.namespace, self.dag_id, self.run_id, self.task_id, self.map_index]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         readable = re.sub(r"[^a-z0-9]+", "-", f"{self.dag_id}-{self.task_id}".lower()).strip("-")[:60]
@@ -71,19 +71,19 @@ class JobIdentity(Wire):
 
     @property
     def recurring_key(self) -> str:
-        """The same for every run of this task: what history (scaling curve, costs) is kept under."""
+        """Key under which history (scaling curve, costs) is kept; the same for every run of this task."""
         return json.dumps([self.namespace, self.dag_id, self.task_id, self.map_index])
 
 
 class Command(Wire):
-    """What a worker runs. ``script`` is a path inside the snapshot; or ``module`` is imported from it."""
+    """What a worker runs: ``script`` is a path inside the snapshot, or ``module`` is imported from it."""
 
     snapshot: str = Field(pattern=r"^[0-9a-f]{64}$")
     script: PathText | None = None
     module: PathText | None = None
     args: tuple[Argument, ...] = Field(default=(), max_length=bounds.MOST_ARGUMENTS)
     args_shown: tuple[Argument, ...] | None = Field(default=None, max_length=bounds.MOST_ARGUMENTS)
-    """The same for people, with ``***`` for what is secret in them; None: the submitter knows of no secret there."""
+    """``args`` for display, with ``***`` in place of secrets; None: the submitter knows of no secret in them."""
     python: PathText | None = None
     working_dir: PathText | None = None
     env: dict[Argument, Argument] = Field(default_factory=dict)
@@ -100,7 +100,7 @@ class Command(Wire):
 class Length(Wire):
     """How much to train: ``steps``, or ``epochs`` (of ``samples`` each, if the submitter knows).
 
-    With neither, as the script says; one that does not say it either fails.
+    With neither, the script determines the length; a script that does not fails.
     """
 
     steps: StepCount | None = None
@@ -116,7 +116,7 @@ class Length(Wire):
         return self
 
     def total_steps(self, global_batch_size: int) -> int | None:
-        """Optimizer steps in all, if known: the last batch of an epoch may be short."""
+        """Return the total number of optimizer steps, or None if unknown. The last batch of an epoch may be short."""
         if self.steps is not None:
             return self.steps
         if self.epochs is not None and self.samples is not None:
@@ -125,7 +125,7 @@ class Length(Wire):
 
 
 class JobSubmission(Wire):
-    """Everything that a submitter says of a job. ``secret_env`` is never echoed, stored in plain text or logged."""
+    """The full specification of a job. ``secret_env`` is never echoed, stored in plain text or logged."""
 
     identity: JobIdentity
     command: Command
@@ -138,36 +138,36 @@ class JobSubmission(Wire):
     latest_deadline_at: UtcSeconds | None = None
     on_miss: OnMiss = "finish"
     on_past_deadline: Literal["on_miss", "fail", "best_effort"] = "on_miss"
-    """When the deadline has passed before it is taken up: "on_miss" refuses it, unless it goes on from an incarnation
-    that was taken on, and missed it."""
+    """What to do if the deadline has passed before the job is admitted: "on_miss" rejects the job, unless it continues
+    an incarnation that was admitted and missed the deadline."""
     init_from: PathText | None = None
     min_workers: WorkerCount = 1
     max_workers: WorkerCount | None = None
     consistency: Consistency = "consistent"
     logical_workers: WorkerCount | None = None
-    """Into how many shares each step is cut for good, whatever the number of workers; None: eight, or the largest power
-    of two below that divides the global batch; more if ``max_workers`` is."""
+    """Fixed number of shares that each step is split into, whatever the number of workers; None: eight, or the largest
+    power of two below that divides the global batch; more if ``max_workers`` is."""
     seed: Seed | None = None
-    """Of all that is random in the training; None: what the script says, and 0 if it does not."""
+    """Random seed of the training; None: the script's seed, or 0 if it sets none."""
     scaling_curve: dict[CurveSize, Speed] | None = None
     progress_regex: LongText | None = None
     progress_file: PathText | None = None
     target_loss: Loss | None = None
-    """Training ends when its smoothed loss is there, and at its length at the latest."""
+    """Training ends when its smoothed loss reaches this value, and after its length at the latest."""
     secret_env: dict[Argument, SecretValue] = Field(default_factory=dict)
     lease_s: DurationS = 600.0
     orphan_s: DurationS = 3600.0
     due_at: UtcSeconds | None = None
-    """When this run was due by its timetable; without it, what the run before said, or the time of the submission."""
+    """When this run was due by its timetable; default: what the previous run announced, or the time of submission."""
     next_run_at: UtcSeconds | None = None
-    """When the next run of the same task is due: slots are kept free for it by what its runs were like so far."""
+    """When the next run of the same task is due: slots are kept free for it, based on its past runs."""
     next_runs_at: tuple[UtcSeconds, ...] = Field(default=(), max_length=200)
-    """More due times, as far as the timetable tells them; those of the next two days are enough."""
+    """Further due times, as far as the timetable provides them; those of the next two days are enough."""
     labels: dict[Name, LongText] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
 
     @model_validator(mode="after")
     def _within_bounds(self) -> JobSubmission:
-        """What no field says by itself: the steps that epochs are, and all that the script's process is given."""
+        """Check limits across fields: total steps of the epochs, and total size of command and environment."""
         if self.length.epochs is not None and self.length.samples is not None:
             refuse(bounds.total_steps_problem(self.length.epochs, self.length.samples, self.global_batch_size))
         secrets = {name: value.get_secret_value() for name, value in self.secret_env.items()}
@@ -217,10 +217,13 @@ class JobSubmission(Wire):
         return self
 
     def equality_key(self) -> str:
-        """Digest of what makes two submissions the same training (script, arguments, length, target, batch, init)."""
+        """Return a digest of what makes two submissions the same training.
+
+        Covers script, arguments, length, target, batch, init and seed.
+        """
         length = self.length.model_dump()
         if self.length.steps is None and self.length.epochs is None:
-            length["epochs"] = 1  # so clients said it before scripts were asked: a job that lives then is found again
+            length["epochs"] = 1  # as older clients sent it, so that a job that they submitted is found again
         same: list[object] = [
             self.command.script,
             self.command.module,
@@ -229,7 +232,7 @@ class JobSubmission(Wire):
             self.global_batch_size,
             self.init_from,
         ]
-        if self.target_loss is not None:  # Without one the digest is what it was before there were targets.
+        if self.target_loss is not None:  # Without a target the digest stays the same as before targets were added.
             same.append(self.target_loss)
         if self.seed is not None:
             same.append({"seed": self.seed})
@@ -237,9 +240,10 @@ class JobSubmission(Wire):
 
 
 def target_problem(target_loss: float | None, *, bounded: bool, plain: bool) -> str | None:
-    """What is wrong with a loss to train to, and what to do about it; None when all is well.
+    """Return what is wrong with a target loss and how to fix it, or None.
 
-    ``bounded``: ``steps`` or ``epochs`` is given; ``plain``: the script's output is read, it does not use the session.
+    ``bounded``: ``steps`` or ``epochs`` is given. ``plain``: progress is parsed from the script's output or file, so
+    the script does not use the session.
     """
     if target_loss is None:
         return None
@@ -257,7 +261,7 @@ def target_problem(target_loss: float | None, *, bounded: bool, plain: bool) -> 
 
 
 def largest_share(global_batch_size: int, at_most: int) -> int:
-    """The largest power of two that divides the global batch and is at most ``at_most``; at least 1."""
+    """Return the largest power of two that divides the global batch and is at most ``at_most``; at least 1."""
     divides = global_batch_size & -global_batch_size
     return min(divides, 1 << (max(1, at_most).bit_length() - 1))
 
@@ -265,10 +269,11 @@ def largest_share(global_batch_size: int, at_most: int) -> int:
 def share_problem(
     consistency: str, logical_workers: int | None, global_batch_size: int, min_workers: int, max_workers: int | None
 ) -> str | None:
-    """What is wrong with how a step is to be cut into shares, and what to do about it; None when all is well.
+    """Return what is wrong with the split of a step into shares and how to fix it, or None.
 
-    In consistent mode every step is cut into ``logical_workers`` equal shares, a power of two of them, and a worker
-    computes one or more of them: there cannot be more workers than shares. In fast mode each worker takes a part.
+    In consistent mode every step is split into ``logical_workers`` equal shares, a power of two, and each worker
+    computes one or more of them, so there cannot be more workers than shares. In fast mode each worker takes a part of
+    the batch.
     """
     for name, workers in (("min_workers", min_workers), ("max_workers", max_workers)):
         if workers is not None and workers > global_batch_size:

@@ -1,13 +1,13 @@
-"""What can be asked of a training: one list, from which all that takes or describes an option has it.
+"""The options of a training: a single list from which everything that accepts or describes an option is derived.
 
-From it come the operator's template fields, the checks at DAG parse (``arguments``), what a decorated function may
-decide, the defaults of mapped tasks, the flags of ``elasticflow submit`` (``cli.training_flags``), the fields of a
-submission (``on_wire``), and by ``make reference`` the operator's docstring and its page, which take the text below
-each option (Markdown; links for the page alone).
+Derived from it are the operator's template fields, the checks at DAG parse (``arguments``), the arguments that a
+decorated function may return, the defaults of mapped tasks, the flags of ``elasticflow submit``
+(``cli.training_flags``), the fields of a submission (``on_wire``) and, by ``make reference``, the operator's docstring
+and its page, which use the text below each option (Markdown; links only on the page).
 
-To add an option, add it here, to the signature of ``ElasticTrainOperator`` and, if the service is to know of it, to
-``JobSubmission``; then call ``make reference``. ``tests/airflow/test_training_options.py`` names what is forgotten.
-Knows neither Airflow nor Typer.
+To add an option, add it here, to the signature of ``ElasticTrainOperator`` and, if the service needs it, to
+``JobSubmission``; then run ``make reference``. ``tests/airflow/test_training_options.py`` reports what was forgotten.
+May import neither Airflow nor Typer.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from elasticflow_airflow.api import Consistency, OnMiss, OnReject
 MOMENT_FORMS: Final = (
     "07:30 (the next one, this machine's time), +2h30m, or 2026-01-31T07:30 (with Z or +01:00: that zone)"
 )
-"""How a moment is written on a command line."""
+"""The accepted formats of a time on a command line."""
 REQUIRED: Final = ...
 """Default of an option that must be given."""
 
 
 class ValueKind(Enum):
-    """What values an option takes: by it they are checked, and read from a command line."""
+    """The kind of value that an option takes; determines its check and its parsing from a command line."""
 
     PATH = auto()
     TEXT = auto()
     PATTERN = auto()
-    """A regular expression; braces in it are no template."""
+    """A regular expression; braces in it are not a template."""
     CHOICE = auto()
     SWITCH = auto()
     COUNT = auto()
@@ -70,7 +70,7 @@ _TYPES: Final[Mapping[ValueKind, str]] = {
     ValueKind.CALLABLE: "Callable[..., Any] | str",
     ValueKind.CALLABLES: "Callable[..., Any] | str | Sequence[Any]",
 }
-"""As the operator's signature says them; any other kind is a text."""
+"""Types as written in the operator's signature; any other kind is ``str``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +82,19 @@ class Option:
     name: str = field(init=False)
     choices: tuple[str, ...] = field(default=(), kw_only=True)
     template: bool = field(default=False, kw_only=True)
-    """Whether it is a template field of the operator."""
+    """Whether the option is a template field of the operator."""
     decidable: bool = field(default=True, kw_only=True)
-    """Whether a decorated function may decide it; not what Airflow must know before the function runs."""
+    """Whether a decorated function may return it. False for what Airflow must know before the function runs."""
     forecast: Literal["needed", "useful"] | None = field(default=None, kw_only=True)
-    """Whether a forecast of runs to come cannot be without it, or leaves it out where only a run knows it."""
+    """Whether a forecast of future runs requires it ("needed"), or omits it if only a run knows it ("useful")."""
     wire: str | None = field(default=None, kw_only=True)
-    """Its field in a ``JobSubmission``; None: it is Airflow's affair alone."""
+    """Its field in a ``JobSubmission``; None: only the Airflow side uses it."""
     flag: str | None = field(default=None, kw_only=True)
-    """Of ``elasticflow submit``; None: it has none."""
+    """Its flag of ``elasticflow submit``; None: it has none."""
     help: str = field(default="", kw_only=True)
-    """Of the flag."""
+    """Help text of the flag."""
     default_means: str = field(default="", kw_only=True)
-    """What the page of the reference says of the default where its value does not."""
+    """Description of the default on the reference page, where the value alone is not enough."""
 
     def __set_name__(self, _: type, name: str) -> None:
         object.__setattr__(self, "name", name)
@@ -349,17 +349,17 @@ class HowItRuns:
 
 
 GROUPS: Final = (WhatToTrain, HowMuch, ByWhen, HowItRuns)
-"""The options as the reference has them together."""
+"""The groups of options, as the reference shows them."""
 OPTIONS: Final[Mapping[str, Option]] = {
     name: option for group in GROUPS for name, option in vars(group).items() if isinstance(option, Option)
 }
 TEMPLATE_FIELDS: Final = tuple(name for name, option in OPTIONS.items() if option.template)
 FORECAST: Final = {name: option.forecast for name, option in OPTIONS.items() if option.forecast is not None}
-"""What a forecast reads of a task before any run."""
+"""The options that a forecast reads from a task before any run."""
 DEFAULTS: Final[Mapping[str, Any]] = {
     name: None if option.default is REQUIRED else option.default for name, option in OPTIONS.items()
 }
-"""What each option is where it is not given; None also for what must be."""
+"""Value of each option if it is not given; None for a required one."""
 
 
 def names_of(*kinds: ValueKind) -> tuple[str, ...]:
@@ -368,7 +368,7 @@ def names_of(*kinds: ValueKind) -> tuple[str, ...]:
 
 
 def on_wire(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ``JobSubmission`` that options fill, of their values by name."""
+    """Return the fields of a ``JobSubmission`` for the given option values by name."""
     message: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         if option.wire is not None and name in values:

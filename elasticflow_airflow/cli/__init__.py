@@ -1,1 +1,1 @@
-"""The ``elasticflow`` command; it runs where there is no Airflow."""
+"""The ``elasticflow`` command; it runs without Airflow."""

@@ -1,4 +1,4 @@
-"""``elasticflow amend`` and ``elasticflow cancel``: change what a job was promised, or end it."""
+"""``elasticflow amend`` and ``elasticflow cancel``: change a job's deadline or value, or cancel the job."""
 
 from __future__ import annotations
 

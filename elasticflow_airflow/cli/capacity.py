@@ -1,4 +1,4 @@
-"""``elasticflow capacity``: which nodes nobody needs in the next hours, or how many more are wanted."""
+"""``elasticflow capacity``: which nodes no job needs in the next hours, or how many more are needed."""
 
 from __future__ import annotations
 

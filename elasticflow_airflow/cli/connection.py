@@ -1,6 +1,6 @@
-"""Which service the command line talks to: ``--url``, else the embedded service of the state directory.
+"""Selects the service that the command line talks to: ``--url``, else the embedded service of the state directory.
 
-``airflow elasticflow`` runs the same commands with the service of an Airflow connection: it says so by ``choose``.
+``airflow elasticflow`` runs the same commands with the service of an Airflow connection, which it sets by ``choose``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 REFUSED, BAD_INPUT = 1, 2
-"""Statuses: a service refused, or was not there; and what was given cannot be right."""
+"""Exit statuses: the service refused or was unavailable; the input is invalid."""
 URL_ENV = "ELASTICFLOW_URL"
 TOKEN_ENV = "ELASTICFLOW_TOKEN"  # noqa: S105 - the name of a variable, not a token
 
@@ -44,10 +44,10 @@ JobId = typer.Argument(..., help="Id of the job, as `jobs` lists it.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A service that was chosen otherwise than by options.
+    """A service that was not selected by command line options.
 
-    ``locate`` gives its address, after starting an embedded one if asked to; ``program`` is how the user calls the
-    command; ``look`` finds what only the chooser knows, for the doctor.
+    ``locate`` returns its address, after starting an embedded service if the argument is true. ``program`` is the
+    command as the user calls it. ``look`` returns the selecting side's own findings for the doctor.
     """
 
     locate: Callable[[bool], Endpoint]
@@ -60,7 +60,7 @@ _chosen: ContextVar[Choice | None] = ContextVar("elasticflow_chosen_service", de
 
 @contextmanager
 def choose(choice: Choice) -> Iterator[None]:
-    """Have every command inside talk to this service."""
+    """Make every command inside the context use this service."""
     before = _chosen.set(choice)
     try:
         yield
@@ -69,18 +69,18 @@ def choose(choice: Choice) -> Iterator[None]:
 
 
 def chosen() -> Choice | None:
-    """What was chosen, if anything."""
+    """Return the current choice, or None."""
     return _chosen.get()
 
 
 def program() -> str:
-    """How the user calls this command."""
+    """Return the command as the user calls it."""
     choice = chosen()
     return "elasticflow" if choice is None else choice.program
 
 
 def locate(url: str | None, state_dir: Path | None, *, start: bool = False) -> Endpoint:
-    """Where the service is. ``start``: an embedded one that nobody has started yet is. Raises ElasticFlowError."""
+    """Return the service's address. ``start``: start an embedded service if none runs. Raises ElasticFlowError."""
     choice = chosen()
     if choice is not None:
         return choice.locate(start)
@@ -91,7 +91,7 @@ def locate(url: str | None, state_dir: Path | None, *, start: bool = False) -> E
 
 
 def _token() -> str | None:
-    """The token, from the environment or from the file that it names, as the service itself reads it."""
+    """Return the token from the environment, or from the file that it names, just as the service reads it."""
     file = os.environ.get(f"{TOKEN_ENV}_FILE")
     if os.environ.get(TOKEN_ENV) or not file:
         return os.environ.get(TOKEN_ENV)
@@ -111,9 +111,9 @@ def client(
     retry_for_s: float = 0.0,
     refused: int = REFUSED,
 ) -> Iterator[ElasticFlowClient]:
-    """Open a client; whatever the service refuses ends the command with the message and status ``refused``.
+    """Open a client; any error of the service ends the command with its message and status ``refused``.
 
-    ``retry_for_s``: how long a service may be away, for commands that go on for long.
+    ``retry_for_s``: how long, in seconds, an outage of the service is tolerated, for long-running commands.
     """
     with refusals(refused):
         endpoint = locate(url, state_dir, start=start)
@@ -123,7 +123,7 @@ def client(
 
 @contextmanager
 def refusals(refused: int = REFUSED) -> Iterator[None]:
-    """Whatever a service or client refuses ends the command with the message; values that cannot be, with status 2."""
+    """End the command with the message of a client error and status ``refused``, or of invalid values with status 2."""
     try:
         yield
     except ElasticFlowError as error:
@@ -138,17 +138,17 @@ _OPTIONS = {
     "latest_deadline_at": "latest-deadline",
     "until_at": "in",
 }
-"""What options are called whose names in the messages of the API are others."""
+"""Option names that differ from the field names in the API's messages."""
 
 
 def what_is_wrong(error: ValidationError) -> str:
-    """Say which values a message of the API does not take, by the names and values of the options."""
+    """Describe the values that the API's message rejects, by the names and values of the options."""
     return "; ".join(_wrong(found) for found in error.errors(include_url=False))
 
 
 def _wrong(found: ErrorDetails) -> str:
     if found["type"] == "value_error":
-        return str(found["ctx"]["error"])  # A sentence of the message's own, with the values.
+        return str(found["ctx"]["error"])  # The message class's own sentence, which includes the values.
     names = [part for part in found["loc"] if isinstance(part, str)]
     option = _OPTIONS.get(names[-1], names[-1].replace("_", "-")) if names else "arguments"
     value = found["input"]
@@ -157,7 +157,7 @@ def _wrong(found: ErrorDetails) -> str:
 
 
 def check_name(name: str, what: str = "id of the job") -> None:
-    """Refuse an empty name. Raises typer.BadParameter."""
+    """Reject an empty name. Raises typer.BadParameter."""
     if not name.strip():
         raise typer.BadParameter(f"the {what} is empty: `{program()} jobs` and `{program()} health` list all")
 

@@ -1,6 +1,6 @@
-"""``elasticflow doctor``: looks over the way to the service and the machine of the service, and says what to do.
+"""``elasticflow doctor``: checks the connection to the service and the service's machine, with remedies.
 
-It works when the service is away, too: that is when it is needed. What the service says of itself it adds.
+It also works while the service is unavailable, when it is needed most. It adds the service's own findings.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def doctor(
 
 
 def examine(url: str | None, state_dir: Path | None) -> Iterator[Finding]:
-    """Everything that can be found out from here."""
+    """Yield the findings of all checks that are possible from this machine."""
     yield ok("client", f"elasticflow-airflow {__version__}, API {API_VERSION}")
     try:
         endpoint = locate(url, state_dir)
@@ -128,8 +128,8 @@ def _versions(version: dict[str, str]) -> Finding:
 
 
 def _clock(service_at: float, asked_at: float, took_s: float) -> Finding:
-    """How far the clocks are apart: deadlines are moments, and both sides must mean the same ones."""
-    # At best: the answer was made at some moment between the question and its arrival.
+    """Compare the clocks: deadlines are absolute times, which both sides must agree on."""
+    # The lower bound of the offset, as the service read its clock some time between request and response.
     off_s = max(0.0, service_at - (asked_at + took_s), asked_at - service_at)
     remedy = "have NTP (chrony, systemd-timesyncd) set the clocks of both machines: deadlines are off by as much"
     if off_s > _SKEW_WARNING_S:
@@ -140,7 +140,7 @@ def _clock(service_at: float, asked_at: float, took_s: float) -> Finding:
 
 
 def _embedded_is_away(socket: Path, error: ElasticFlowError) -> Iterator[Finding]:
-    """Nobody answers. Of an embedded service that is no fault, and its machine is this one: it is looked over here."""
+    """Check this machine in place of an embedded service that does not answer, which by itself is not an error."""
     state_dir = socket.parent
     card = ServiceCard.read(state_dir)
     if card is not None and card.is_expected:

@@ -1,4 +1,4 @@
-"""``elasticflow forecast``: whether everything that is due soon will make it, and if not, what is missing."""
+"""``elasticflow forecast``: whether everything that is due soon will meet its deadline; if not, what is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.times import local_moment
 
 MISSED, NOT_KEPT = 1, 3
-"""Statuses for ``--fail-on-miss`` and ``--check``; 2 when the question could not be asked."""
+"""Exit statuses for ``--fail-on-miss`` and ``--check``; 2 if the service could not be asked."""
 Hours = typer.Option(24.0, "--hours", min=0.01, max=336.0, help="How far to look.")
 FailOnMiss = typer.Option(
     False, "--fail-on-miss", help=f"End with status {MISSED} if a deadline will not be kept; for CI."
@@ -48,7 +48,7 @@ def forecast(
 
 
 def print_outlook(answer: ForecastAnswer) -> None:
-    """Every deadline of a forecast, a row each; nothing where there is none."""
+    """Print a table with one row for each deadline of a forecast; nothing if there is none."""
     if answer.items:
         print_table(_OUTLOOK, [_outlook_row(item) for item in answer.items])
 

@@ -1,4 +1,4 @@
-"""``elasticflow logs``: what rank 0 wrote, across rotations, restarts, changes of workers and incarnations."""
+"""``elasticflow logs``: the output of rank 0, across rotations, restarts, rescales and incarnations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elasticflow_airflow.client import ElasticFlowClient, JobNotFound
 _POLL_S = 1.0
 _AWAY_S = 600.0
 _END = (1 << 62) - 1
-"""An offset past every log: reading from there tells where the log ends."""
+"""An offset beyond the end of any log: reading from it returns the end of the log."""
 
 
 def logs(
@@ -45,7 +45,7 @@ def logs(
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """What comes next: text, or a note about the log itself."""
+    """The next piece of output: text, or a note about the log itself."""
 
     text: str = ""
     note: str = ""
@@ -53,7 +53,7 @@ class LogPart:
 
 @dataclass(slots=True)
 class _Log:
-    """How far one log was read."""
+    """The read position in one log."""
 
     name: str
     incarnation: int
@@ -68,10 +68,10 @@ def read(
     follow: bool,
     pause: Callable[[], None] = lambda: time.sleep(_POLL_S),
 ) -> Iterator[LogPart]:
-    """Pieces of the log of ``worker``, or of whoever is rank 0. Raises JobNotFound for a log that is not there."""
+    """Yield the log of ``worker``, or of the current rank 0, in pieces. Raises JobNotFound for a missing log."""
     log: _Log | None = None
     while True:
-        job = service.status(job_id)  # Looked at first: what a job wrote until it ended is read after that.
+        job = service.status(job_id)  # First, so that what an ended job wrote until its end is still read below.
         if log is None:
             name = worker or newest_main_log(job.log_names)
             log = None if name is None else _Log(name, job.incarnation)
@@ -89,19 +89,19 @@ def read(
 
 
 def newest_main_log(names: list[str]) -> str | None:
-    """The log of the rank 0 that was started last."""
+    """Return the log of the rank 0 that was started last."""
     main_logs = sorted(name for name in names if name.endswith("-r000"))
     return main_logs[-1] if main_logs else None
 
 
 def _drain(service: ElasticFlowClient, job: JobStatus, log: _Log) -> Generator[LogPart, None, bool]:
-    """Everything that is there; returns whether nothing more will come."""
+    """Yield everything available; return whether the log is complete."""
     while True:
         try:
             piece = service.read_log(job.job_id, log.name, log.offset, incarnation=log.incarnation)
         except JobNotFound:
             if log.name not in job.log_names and log.incarnation == job.incarnation:
-                raise  # It never was.
+                raise  # The log never existed.
             yield LogPart(note=f"{log.name} is not there any more")
             return True
         if piece.start_offset > log.offset:
@@ -114,7 +114,7 @@ def _drain(service: ElasticFlowClient, job: JobStatus, log: _Log) -> Generator[L
 
 
 def _successor(service: ElasticFlowClient, job: JobStatus, log: _Log) -> _Log | None:
-    """Where rank 0 writes after the worker of ``log`` has ended: a newer rank 0, or a survivor that took its place."""
+    """Return where rank 0 writes after the worker of ``log`` has ended: a newer rank 0, or a survivor in its place."""
     newer = newest_main_log([name for name in job.log_names if name > log.name or log.incarnation != job.incarnation])
     if newer is not None:
         return _Log(newer, job.incarnation)
@@ -126,7 +126,7 @@ def _successor(service: ElasticFlowClient, job: JobStatus, log: _Log) -> _Log | 
         try:
             last = service.read_log(job.job_id, name, _END, 1, incarnation=job.incarnation)
         except JobNotFound:
-            continue  # It has written nothing yet.
+            continue  # This worker has written nothing yet.
         if not last.end_of_file:
             return _Log(name, job.incarnation, last.next_offset)
     return None

@@ -1,4 +1,4 @@
-"""The ``elasticflow`` command: serve, and look at and act on jobs. Parts are imported when they are used."""
+"""The ``elasticflow`` command: run the service, inspect jobs and act on them. Parts are imported on first use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ app.command()(doctor.doctor)
 def _print(*lines: object) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
-        # Text of jobs is not markup: a log line may hold any bracket.
+        # Text from jobs is not markup: a log line may contain brackets.
         console.print(line, markup=not isinstance(line, str))
 
 

@@ -1,4 +1,4 @@
-"""``elasticflow reproduce``: the command that repeats a run alone, with the same weights."""
+"""``elasticflow reproduce``: prints the command that repeats a run on its own, with the same weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reproduce(
 
 
 def command(said: Mapping[str, Any], trained: TrainedWith, into: Path) -> str:
-    """The command, for a shell. ``said`` is the submitted command, as it may be shown."""
+    """Return the shell command. ``said`` is the submitted command, in the form for display."""
     code_dir = PurePosixPath(trained.code_dir)
     environment = {
         SUBMITTED_ENV: json.dumps(trained.submitted, sort_keys=True),
@@ -71,7 +71,7 @@ def command(said: Mapping[str, Any], trained: TrainedWith, into: Path) -> str:
 
 
 def _cautions(story: JobStory, trained: TrainedWith) -> Iterator[str]:
-    """What the command alone does not bring with it, and what may make its weights others."""
+    """Yield what the command alone does not include, and what may change its weights."""
     said = story.submission["command"]
     if not Path(trained.code_dir).is_dir():
         yield (
@@ -95,7 +95,7 @@ def _cautions(story: JobStory, trained: TrainedWith) -> Iterator[str]:
 
 
 def _new_folder(job_id: str) -> Path:
-    """A folder that is not there yet: a training alone goes on from the checkpoints that it finds."""
+    """Return a folder that does not exist yet, because a training resumes from any checkpoints that it finds."""
     name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in job_id)
     wanted = [Path(f"reproduced-{name}{suffix}") for suffix in ("", *(f"-{n}" for n in range(2, 1000)))]
     return next((folder for folder in wanted if not folder.exists()), wanted[-1])

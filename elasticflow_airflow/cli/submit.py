@@ -1,4 +1,4 @@
-"""``elasticflow submit``: a training without Airflow, with the same promise."""
+"""``elasticflow submit``: submits a training without Airflow, with the same promise of its deadline."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from elasticflow_airflow.client import ElasticFlowClient, Snapshot, SnapshotErro
 from elasticflow_airflow.times import local_moment
 
 NAMESPACE = "command-line"
-"""Keeps these jobs apart from those of every Airflow."""
+"""Separates these jobs from those of any Airflow."""
 _REJECTED = 3
 _LEASE_S = 30 * 24 * 3600.0
-"""Nobody renews it: whoever submitted from a terminal may go home."""
+"""Long, because no client renews it: the terminal of the submission may be closed."""
 _AWAY_S = 600.0
 _POLL_S = 0.5
 _TAKE_LATER = ("renegotiate", "late")
@@ -81,7 +81,7 @@ def submit(
             "script": snapshot.entry,
             "script_args": tuple(args or ()),
             "env": _pairs(training["env"]),
-            "secret_env": {},  # set when all is checked: an error quotes what it was given
+            "secret_env": {},  # set after all checks, since a validation error quotes its input
             "epochs": 1 if epochs is None and samples is not None else epochs,
             "deadline": None if deadline is None else moment_of(deadline, now),
             "latest_deadline": None
@@ -115,7 +115,7 @@ def submit(
 
 
 def _snapshot(script: Path) -> Snapshot:
-    """Take the code along. Leaves with a message where that cannot be."""
+    """Snapshot the script's folder. Ends the command with a message if that fails."""
     if not script.is_file():
         what = "is a folder: name the script in it" if script.is_dir() else "is not there: give the path of a script"
         fail(f"{script} {what}", BAD_INPUT)
@@ -129,7 +129,7 @@ def _submit(service: ElasticFlowClient, snapshot: Snapshot, submission: JobSubmi
     service.upload_snapshot(snapshot)
     attachment = service.submit(submission)
     job = attachment.job
-    service.retry_for_s = _AWAY_S  # From now on a restart of the service is outlasted: the job outlasts it, too.
+    service.retry_for_s = _AWAY_S  # From now on tolerate a restart of the service: the job survives it, too.
     for warning in attachment.warnings:
         _note(f"warning: {warning}")
     try:
@@ -156,7 +156,10 @@ def _submit(service: ElasticFlowClient, snapshot: Snapshot, submission: JobSubmi
 
 
 def _await_verdict(service: ElasticFlowClient, job: JobStatus, submission: JobSubmission) -> JobStatus:
-    """Wait until it is promised or rejected, and say meanwhile what for. Who chose to wait for capacity is not kept."""
+    """Wait until the job is promised or rejected, printing the reason for the wait.
+
+    Returns early for a job that was submitted with ``on_reject="wait"`` and waits for capacity.
+    """
     said = ""
     while _is_open(job, submission) and not job.state.terminal:
         if submission.on_reject == "wait" and job.state is State.WAITING:
@@ -170,7 +173,7 @@ def _await_verdict(service: ElasticFlowClient, job: JobStatus, submission: JobSu
 
 
 def _is_open(job: JobStatus, submission: JobSubmission) -> bool:
-    """Whether it may still be rejected."""
+    """Whether the job may still be rejected."""
     return job.verdict.decision == "undecided" and not submission.best_effort
 
 
@@ -184,7 +187,7 @@ def _conclude(service: ElasticFlowClient, job: JobStatus, claim: int) -> None:
         service.acknowledge(job.job_id, claim)
     result = job.result
     met = "" if result is None or result.met is None else ", in time" if result.met else ", but late"
-    # Without a step nothing is known of it: the service says so in words.
+    # If no step was reported, nothing is known about the training, and the service's reason says so.
     done = f" after {job.step} steps{met}" if job.step else f"{met}: {job.state_reason}"
     _print(f"{job.job_id} succeeded{done}")
     if result is not None and result.checkpoint_path:

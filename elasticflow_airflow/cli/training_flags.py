@@ -1,4 +1,4 @@
-"""The flags of ``elasticflow submit`` that say what is asked of a training, made of ``training_options``."""
+"""The flags of ``elasticflow submit`` that describe the training, generated from ``training_options``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _READ_AS: Final[dict[ValueKind, Any]] = {
     ValueKind.ENVIRONMENT: list[str],
     ValueKind.SECRETS: list[str],
 }
-"""Any other kind is a text."""
+"""Types of the flags; any other kind is ``str``."""
 _LEAST: Final = {ValueKind.COUNT: 1, ValueKind.POWER_OF_TWO: 1, ValueKind.SEED: 0, ValueKind.VALUE: bounds.LEAST_VALUE}
 
 
 def with_training_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with a flag for each option that has one; their values are its ``training``, by name."""
+    """Return the command with a flag for each option that has one; ``training`` receives their values by name."""
     flags = {_parameter_name(option): option for option in OPTIONS.values() if option.flag is not None}
-    # How the code is run is said last: --help begins with what everybody needs.
+    # Flags on how the code is run come last, so that --help begins with what every user needs.
     flags = dict(sorted(flags.items(), key=lambda flag: hasattr(WhatToTrain, flag[1].name)))
 
     def run(**given: Any) -> None:

@@ -1,4 +1,4 @@
-"""``jobs --unowned`` and ``cancel --unowned``: the live jobs that nobody seems to want."""
+"""``jobs --unowned`` and ``cancel --unowned``: the live jobs that seem to have no owner."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _COLUMNS = (
 
 
 def print_unowned(jobs: Sequence[UnownedJob]) -> None:
-    """One row a job; the one that is unowned for longest comes first."""
+    """Print one row per job; the job that has been unowned for the longest time comes first."""
     print_table(_COLUMNS, [_row(one) for one in jobs])
 
 
 def cancel_unowned(service: ElasticFlowClient, silent_s: float, reason: str, *, yes: bool) -> None:
-    """Cancel all of them, after asking. One that somebody asks for while the question is read is left alone."""
+    """Cancel all unowned jobs after a prompt. Skips a job that an owner polls while the prompt is open."""
     found = {one.job.job_id: one for one in service.unowned_jobs(silent_s) if not one.owner_gone}  # those end already
     if not found:
         _print("no job is unowned")

@@ -1,7 +1,7 @@
-"""Talks to the elasticflow service: sync and async clients, the embedded service's starter, and code snapshots.
+"""Clients of the elasticflow service (sync and async), the starter of the embedded service, and code snapshots.
 
 May not import Airflow, torch or anything of the service: it is used by Airflow workers, by the triggerer and by the
-command line alike.
+command line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The async client, for triggers: the same calls as the blocking one, and the stream of events."""
+"""The async client, for triggers: the same calls as the blocking client, plus the event stream."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _STREAM_SILENCE_S = 45.0
-"""The service sends a comment every 15 s; three missing ones mean that the stream is dead."""
+"""The service sends a comment every 15 s; after three missing ones the stream is considered dead."""
 
 
 class AsyncElasticFlowClient(ServiceClient, AsyncCaller):
-    """The async twin of :class:`~elasticflow_airflow.client.ElasticFlowClient`: same arguments, same errors."""
+    """The async counterpart of :class:`~elasticflow_airflow.client.ElasticFlowClient`: same arguments, same errors."""
 
     def __init__(
         self,
@@ -57,19 +57,19 @@ class AsyncElasticFlowClient(ServiceClient, AsyncCaller):
         await self._http.aclose()
 
     async def upload_snapshot(self, snapshot: Snapshot) -> bool:
-        """Send the code unless the service has it; True when it was sent."""
+        """Upload the code unless the service already has it; return whether it was uploaded."""
         if await self.has_snapshot(snapshot.sha256):
             return False
         await self._send_snapshot(snapshot)
         return True
 
     async def stream_events(self, job_id: str | None = None, after: int = 0) -> AsyncIterator[Event]:
-        """Follow events as they happen, without end; a broken stream is taken up where it broke.
+        """Yield events as they happen, indefinitely; a broken stream is resumed after the last event.
 
-        Raises ServiceUnavailable when nobody answers for ``retry_for_s``.
+        Raises ServiceUnavailable if the service does not answer for ``retry_for_s`` seconds.
         """
         while True:
-            # A stream that delivered something starts the clock of the next outage anew.
+            # Each reconnect starts a new retry period, so an outage after a working stream counts from its own start.
             lines: httpx.Response = await self._retrying()(self._open_stream, job_id, after)
             try:
                 async for event in _parse_events(lines):
@@ -79,7 +79,7 @@ class AsyncElasticFlowClient(ServiceClient, AsyncCaller):
                 log.info("the stream of events broke (%s); going on after event %d", error, after)
             finally:
                 await lines.aclose()
-            await asyncio.sleep(0.2)  # a server that closes at once is not asked in a tight loop
+            await asyncio.sleep(0.2)  # avoid a tight loop with a server that closes at once
 
     async def _open_stream(self, job_id: str | None, after: int) -> httpx.Response:
         params: dict[str, str | int] = {"after": after}
@@ -132,7 +132,7 @@ class AsyncElasticFlowClient(ServiceClient, AsyncCaller):
 
 
 async def _parse_events(response: httpx.Response) -> AsyncIterator[Event]:
-    """Read server-sent events: ``data:`` lines up to an empty line make one message; comments are dropped."""
+    """Parse server-sent events: ``data:`` lines up to an empty line form one message; comments are dropped."""
     data: list[str] = []
     async for line in response.aiter_lines():
         if line.startswith("data:"):

@@ -1,7 +1,7 @@
-"""Finds the embedded service of this machine, or starts it: once per state directory, whoever asks first.
+"""Finds the embedded service of this machine, or starts it, once per state directory.
 
-The service is a daemon in its own session, so that it outlives the task that started it. Who wins a race is decided
-by the service's own file lock; the losers leave quietly and everybody connects to the winner.
+The service is a daemon in its own session, so that it outlives the task that started it. If several processes start one
+at the same time, the service's own file lock decides: the others exit quietly, and all clients connect to the winner.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elasticflow_airflow.client.errors import EmbeddedStartError, IncompatibleSe
 from elasticflow_airflow.times import duration
 
 SOCKET_PATH_LIMIT: Final = 107
-"""Bytes that Linux takes in the path of a Unix socket (108 with the closing zero)."""
+"""Maximum length in bytes of a Unix socket's path on Linux (108 with the terminating zero)."""
 
 EMBEDDED_START_LIMIT_S: Final = 30.0
 _HEALTH_TIMEOUT_S: Final = 5.0
@@ -33,7 +33,7 @@ _RESTART_PAUSE_S: Final = 0.5
 _LOG_TAIL_BYTES: Final = 4000
 _CANNOT_SERVE: Final = (1, 2)
 _REASON: Final = "elasticflow: "
-"""How the service's last line begins when it leaves with that status: waiting for it would be in vain."""
+"""Prefix of the service's last log line when it exits with one of these statuses, after which waiting is pointless."""
 _LEAST_DISK_BYTES: Final = 1 << 20
 _UNIX: Final = "unix:"
 _STARTS_IT: Final = "a training task starts it, or `elasticflow submit`"
@@ -70,11 +70,11 @@ _PASSED_PREFIXES: Final = ("CUDA_", "ELASTICFLOW_", "LC_", "NCCL_", "NVIDIA_", "
 # Airflow's own configuration (AIRFLOW__*, AIRFLOW_CONN_*) holds secrets and is not passed on.
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Services that this process started: kept so that one that leaves is reaped, and does not stay as a zombie."""
+"""Services that this process started; kept so that one that exits is reaped and does not remain a zombie."""
 
 
 def default_state_dir() -> Path:
-    """Where the embedded service keeps its state unless told otherwise.
+    """Return the default state directory of the embedded service.
 
     ``ELASTICFLOW_STATE_DIR``, else ``elasticflow`` under ``AIRFLOW_HOME``, else ``~/.elasticflow``.
     """
@@ -86,7 +86,10 @@ def default_state_dir() -> Path:
 
 
 def embedded_endpoint(state_dir: Path) -> Endpoint:
-    """Address of a state directory's embedded service. Raises EmbeddedStartError when its socket path is too long."""
+    """Return the address of a state directory's embedded service.
+
+    Raises EmbeddedStartError if its socket path is too long.
+    """
     state_dir = state_dir.expanduser().absolute()
     socket = state_dir / "service.sock"
     length = len(os.fsencode(socket))
@@ -105,13 +108,14 @@ def ensure_service(
     *,
     limit_s: float = EMBEDDED_START_LIMIT_S,
 ) -> Endpoint:
-    """Return the address of the embedded service, after starting it if nobody answers.
+    """Return the address of the embedded service, starting it first if none answers.
 
-    ``settings_env`` holds further ``ELASTICFLOW_*`` settings for a service that must be started. None is started in the
-    place of one that was served (``elasticflow serve``) and did not end cleanly: it is waited for.
+    ``settings_env`` holds further ``ELASTICFLOW_*`` settings for a service that has to be started. If the directory
+    belongs to a service of ``elasticflow serve`` that did not end cleanly, no other is started in its place; this waits
+    for it instead.
 
-    Raises EmbeddedStartError, quoting the end of the service's log, when no service answers within ``limit_s`` seconds;
-    IncompatibleService when one of another API version runs there.
+    Raises EmbeddedStartError, quoting the end of the service's log, if no service answers within ``limit_s`` seconds,
+    and IncompatibleService if a service of another API version runs there.
     """
     endpoint = embedded_endpoint(state_dir if state_dir is not None else default_state_dir())
     if _answers(endpoint):
@@ -131,7 +135,7 @@ def ensure_service(
             raise _replaces(directory, served)
         may_start = served is None and time.monotonic() >= next_start
         if may_start and (process is None or process.poll() is not None):
-            # Ours has left: another holds the lock, or is just leaving. If nobody answers soon, the next try decides.
+            # Our process has exited: another holds the lock, or is just exiting. If none answers soon, start again.
             process, log_from = _start(directory, settings_env or {})
             next_start = time.monotonic() + _RESTART_PAUSE_S
         if _answers(endpoint):
@@ -148,9 +152,10 @@ def ensure_service(
 
 
 def for_looking(endpoint: Endpoint) -> Endpoint:
-    """The same address, for who only looks: an embedded service must run already, and nobody starts it again.
+    """Return the same address for read-only use: an embedded service must already run, and clients do not restart it.
 
-    Raises NotRunning, which says how to go on; IncompatibleService when one of another API version runs there.
+    Raises NotRunning, with a hint on how to proceed, or IncompatibleService if a service of another API version runs
+    there.
     """
     directory = endpoint.embedded_state_dir
     if directory is None or _answers(endpoint):
@@ -167,7 +172,7 @@ def for_looking(endpoint: Endpoint) -> Endpoint:
 
 
 def _how_it_ended(card: ServiceCard) -> str:
-    """Of an embedded service, or of one that was served and has ended cleanly."""
+    """Describe how an embedded service ended, or one of ``elasticflow serve`` that ended cleanly."""
     which = "the last one" if card.embedded else "the last one, of `elasticflow serve`,"
     if card.ended_at is None:
         return f"{which} was killed"
@@ -186,7 +191,10 @@ def _replaces(directory: Path, served: ServiceCard) -> EmbeddedStartError:
 
 
 def did_not_end(directory: Path, served: ServiceCard) -> tuple[str, str]:
-    """What to say where an embedded service would take the place of one that was served, with other settings."""
+    """Return message and hint for a directory of ``elasticflow serve``, where no embedded service may be started.
+
+    An embedded service would have other settings.
+    """
     which = f"host {served.host}, pid {served.pid}, at {served.endpoint}"
     message = f"{directory} belongs to a service that was started with `elasticflow serve` ({which})"
     if served.endpoint.startswith(_UNIX):
@@ -200,7 +208,7 @@ def did_not_end(directory: Path, served: ServiceCard) -> tuple[str, str]:
 
 
 def _say_why_not(directory: Path, log_from: int) -> None:
-    """Raise EmbeddedStartError with the sentence that a service wrote to its log before it left."""
+    """Raise EmbeddedStartError with the reason that the service wrote to its log before it exited, if there is one."""
     said = _tail(directory / "service.log", log_from)
     reasons = [line.removeprefix(_REASON) for line in said.splitlines() if line.startswith(_REASON)]
     if reasons:
@@ -213,7 +221,7 @@ def _say_why_not(directory: Path, log_from: int) -> None:
 
 
 def _answers(endpoint: Endpoint) -> bool:
-    """Whether a service answers there. Raises IncompatibleService for one that speaks another API version."""
+    """Whether a service answers at the endpoint. Raises IncompatibleService for another API version."""
     if endpoint.socket_path is None or not endpoint.socket_path.exists():
         return False
     try:
@@ -259,11 +267,11 @@ def _unusable(directory: Path, why: str) -> EmbeddedStartError:
 
 
 def _start(directory: Path, settings_env: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a service; returns it, and the offset in its log from which on it writes."""
+    """Start a service; return its process and the log offset at which its output begins."""
     environment = {
         name: value for name, value in os.environ.items() if name in _PASSED_NAMES or name.startswith(_PASSED_PREFIXES)
     }
-    environment.pop("OTEL_SERVICE_NAME", None)  # That is Airflow's.
+    environment.pop("OTEL_SERVICE_NAME", None)  # it names Airflow
     environment.update(settings_env)
     _started[:] = [process for process in _started if process.poll() is None]
     try:
@@ -274,7 +282,7 @@ def _start(directory: Path, settings_env: Mapping[str, str]) -> tuple[subprocess
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=directory,  # not the caller's folder, whose modules would come first on the path
+                cwd=directory,  # not the caller's folder, whose modules would come first on sys.path
                 env=environment,
                 start_new_session=True,  # Airflow kills a task's process group
             )
@@ -285,7 +293,7 @@ def _start(directory: Path, settings_env: Mapping[str, str]) -> tuple[subprocess
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file that only its owner may read, also one that others could until now."""
+    """Open a file so that only its owner may read it, even if it existed with wider permissions."""
     descriptor = os.open(path, flags, 0o600)
     os.fchmod(descriptor, 0o600)
     return descriptor

@@ -1,4 +1,4 @@
-"""Where a service listens and how to get in. A value: it opens nothing."""
+"""The address and credentials of a service. A value object: it opens no connection by itself."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Endpoint:
     """Address of a service: a Unix socket, or a base URL with a token.
 
     ``verify`` is False, True or the path of a CA bundle. ``embedded_state_dir`` marks the embedded service of this
-    machine: a client that finds it gone starts it again. ``named_by`` is what messages add to the address: the argument
-    by which somebody chose it.
+    machine, which a client restarts if it is gone. ``named_by`` is the argument that selected the address; messages
+    append it to the address.
     """
 
     base_url: str = "http://elasticflow"
@@ -32,7 +32,7 @@ class Endpoint:
 
     @classmethod
     def from_url(cls, url: str, *, token: str | None = None, verify: bool | str = True) -> Endpoint:
-        """Read ``unix:///path/to/service.sock``, ``http://host:port`` or ``https://host:port/prefix``."""
+        """Parse ``unix:///path/to/service.sock``, ``http://host:port`` or ``https://host:port/prefix``."""
         parts = urlsplit(url)
         if parts.scheme == "unix":
             path = parts.netloc + parts.path
@@ -46,7 +46,7 @@ class Endpoint:
         return cls(base_url=url.rstrip("/"), token=token, verify=verify)
 
     def __str__(self) -> str:
-        """How messages name the service."""
+        """Return the service's name for messages."""
         where = self.base_url if self.socket_path is None else self.socket_path
         return f"the elasticflow service at {where}{f' ({self.named_by})' if self.named_by else ''}"
 
@@ -57,7 +57,7 @@ class Endpoint:
 
     @property
     def trust_env(self) -> bool:
-        """Whether proxies of the environment may be asked: never for this machine's own addresses."""
+        """Whether to use proxies from the environment; never for this machine's own addresses."""
         return self.socket_path is None and urlsplit(self.base_url).hostname not in _LOOPBACK
 
     @property
@@ -69,7 +69,7 @@ class Endpoint:
         return self.verify
 
     def open_client(self, timeout_s: float, transport: httpx.BaseTransport | None = None) -> httpx.Client:
-        """Make a sync HTTP client for this address."""
+        """Create a sync HTTP client for this address."""
         if transport is None and self.socket_path is not None:
             transport = httpx.HTTPTransport(uds=str(self.socket_path), verify=False)
         return httpx.Client(
@@ -84,7 +84,7 @@ class Endpoint:
     def open_async_client(
         self, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
     ) -> httpx.AsyncClient:
-        """Make an async HTTP client for this address."""
+        """Create an async HTTP client for this address."""
         if transport is None and self.socket_path is not None:
             transport = httpx.AsyncHTTPTransport(uds=str(self.socket_path), verify=False)
         return httpx.AsyncClient(
@@ -97,7 +97,10 @@ class Endpoint:
         )
 
     def open_async_transport(self, connections: int, idle_s: float) -> httpx.AsyncHTTPTransport:
-        """Make the connections for async clients that share them: so many at once, kept for so long while idle."""
+        """Create a transport that several async clients can share.
+
+        It has up to ``connections`` connections, each closed after ``idle_s`` seconds without use.
+        """
         return httpx.AsyncHTTPTransport(
             uds=None if self.socket_path is None else str(self.socket_path),
             verify=self._tls,

@@ -1,9 +1,9 @@
-"""What can go wrong between a client and the service, each with what to do about it.
+"""The errors of the client, each with a hint on how to fix it.
 
-Knows HTTP answers and the wire's ``Problem``; knows nothing of Airflow.
+Depends on HTTP responses and the API's ``Problem``; may not depend on Airflow.
 """
 
-# ruff: noqa: N818 - the names say what is the case (StaleClaim), as users read them in a log.
+# ruff: noqa: N818 - the names state the condition (StaleClaim), as users see them in a log.
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elasticflow_airflow.api import Problem
 
 
 class ElasticFlowError(Exception):
-    """Base of everything this client raises. ``error`` is the service's short code, ``hint`` says what to do."""
+    """Base class of all errors of this client. ``error`` is the service's short code, ``hint`` says how to fix it."""
 
     def __init__(self, message: str, hint: str = "", error: str = "") -> None:
         super().__init__(message if not hint else f"{message} ({hint})")
@@ -29,9 +29,9 @@ class ElasticFlowError(Exception):
 
 
 class ServiceUnavailable(ElasticFlowError):
-    """Nobody answered, or who answered cannot serve now (502, 503, 504, a proxy's page). Worth trying again.
+    """The service did not answer, or cannot serve now (502, 503, 504, a proxy's page). Worth retrying.
 
-    ``retry_after_s``: not before so many seconds, as whoever answered has asked.
+    ``retry_after_s``: seconds to wait before a retry, as the response requested.
     """
 
     def __init__(self, message: str, hint: str = "", error: str = "", retry_after_s: float = 0.0) -> None:
@@ -44,23 +44,23 @@ class EmbeddedStartError(ServiceUnavailable):
 
 
 class NotRunning(ServiceUnavailable):
-    """No service runs on this machine, and who asks only looks: none is started for that."""
+    """No service runs on this machine, and the caller only reads, so none is started."""
 
 
 class Unauthorized(ElasticFlowError):
-    """The token is missing or wrong, or the socket belongs to somebody else."""
+    """The token is missing or wrong, or the socket belongs to another user."""
 
 
 class JobNotFound(ElasticFlowError):
-    """The service knows no such job."""
+    """The service does not know the job."""
 
 
 class StaleClaim(ElasticFlowError):
-    """A newer attempt has attached to the job since: this caller may no longer change it."""
+    """A newer attempt has attached to the job: this caller may no longer change it."""
 
 
 class InvalidSubmission(ElasticFlowError):
-    """The service refused what was sent (400, 413, 422): the message names the argument."""
+    """The service refused the request's content (400, 413, 422); the message names the argument."""
 
 
 class RequestRefused(ElasticFlowError):
@@ -68,28 +68,28 @@ class RequestRefused(ElasticFlowError):
 
 
 class ServiceFault(ElasticFlowError):
-    """The service failed while it answered (500): a defect, or a full disk; its log says more."""
+    """The service failed to handle the request (500): a bug, or a full disk; see its log."""
 
 
 class IncompatibleService(ElasticFlowError):
-    """The answer is none that this client understands: another version, or another program on that port."""
+    """This client does not understand the response: another version, or another program on that port."""
 
 
 class SnapshotError(ElasticFlowError):
-    """The code cannot be snapshotted: not found, too large, or it leaves its folder."""
+    """The code cannot be snapshotted: it is missing or too large, or a link leaves its folder."""
 
 
 _LONGEST_PAUSE_S = 60.0
 
 PASSING: Final = (ServiceUnavailable, ServiceFault, IncompatibleService, Unauthorized)
-"""What may pass while a job trains, and is waited for: a restart, a full disk, an upgrade, a token that changes."""
+"""Errors that may be temporary, so that tasks wait: a restart, a full disk, an upgrade, a token change."""
 
 
 def raise_for_answer(response: httpx.Response, where: str) -> None:
-    """Raise the error that an answer stands for; return for an answer of success. ``where`` names the service."""
+    """Raise the error that a response represents; return if it is a success. ``where`` names the service."""
     status = response.status_code
     if _is_page(response) and (status < 400 or status >= 500):
-        # Whoever stands between shows it for as long as it cannot reach the service, sometimes with status 200.
+        # A proxy shows such a page while it cannot reach the service, sometimes with status 200.
         raise ServiceUnavailable(
             f"{where} answered {response.request.method} {response.request.url.path} with a web page (status {status}),"
             f" not with an answer: {_title_of(response)!r}",
@@ -109,7 +109,7 @@ def raise_for_answer(response: httpx.Response, where: str) -> None:
     if problem.error == "stale_claim":
         raise StaleClaim(problem.message, problem.hint, problem.error)
     if status in (401, 403):
-        # The service's own hint is for those who write HTTP by hand.
+        # The service's own hint addresses callers that write HTTP by hand.
         hint = "set it as the password of the Airflow connection, or for the command line as ELASTICFLOW_TOKEN"
         what = problem.message or f"it refused the token (status {status})"
         raise Unauthorized(f"{where}: {what}", hint, problem.error)
@@ -130,7 +130,7 @@ def raise_for_answer(response: httpx.Response, where: str) -> None:
 
 
 def _retry_after_s(response: httpx.Response) -> float:
-    """What an answer says of when to come again (RFC 9110, section 10.2.3), in seconds; within reason."""
+    """Return the response's Retry-After (RFC 9110, section 10.2.3) in seconds, capped; 0 without one."""
     said = response.headers.get("retry-after", "").strip()
     if said.isascii() and said.isdigit():
         return min(_LONGEST_PAUSE_S, float(said[:9]))
@@ -142,7 +142,7 @@ def _retry_after_s(response: httpx.Response) -> float:
 
 
 def _is_page(response: httpx.Response) -> bool:
-    """Whether it is a page for people: the service never sends one to a client."""
+    """Whether the response is a web page, which the service never sends to a client."""
     kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
     return kind in ("text/html", "application/xhtml+xml")
 
@@ -153,7 +153,7 @@ def _title_of(response: httpx.Response) -> str:
 
 
 def _problem_of(response: httpx.Response) -> Problem:
-    """Read the body of an error answer; an empty Problem when it is none of ours (a proxy's page, say)."""
+    """Parse the body of an error response; an empty Problem if it is not from the service (for example, a proxy)."""
     try:
         return Problem.model_validate_json(response.content, extra="ignore")
     except ValidationError:

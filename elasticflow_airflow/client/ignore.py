@@ -1,7 +1,7 @@
-"""Which files of a folder are no part of the code: what ``.gitignore`` and ``.airflowignore`` say, and rubbish.
+"""Decides which files of a folder are not code: by ``.gitignore`` and ``.airflowignore``, and a built-in list.
 
-Patterns are those of git. A file's patterns hold for the folder it stands in and everything below; a ``.gitignore``
-above the folder counts too, up to the root of the working tree. Reads ignore files, nothing else.
+Patterns are those of git. A file's patterns apply to its own folder and everything below; ``.gitignore`` files above
+the folder apply too, up to the root of the working tree. Reads ignore files only.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _RUBBISH: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class IgnoreRules:
-    """The rules that hold in one folder: (folder that a file of patterns stands in, its patterns), outermost first."""
+    """The rules that apply in one folder: pairs (folder of an ignore file, its patterns), outermost first."""
 
     specs: tuple[tuple[Path, pathspec.GitIgnoreSpec], ...] = ()
 
     @classmethod
     def for_folder(cls, root: Path) -> IgnoreRules:
-        """Rules from above ``root``: the ``.gitignore`` files between the root of its git working tree and it."""
+        """Return the rules from above ``root``: the ``.gitignore`` files from its git working tree's root on down."""
         above: list[Path] = []
         for folder in (root, *root.parents):
             if folder != root:
@@ -52,7 +52,7 @@ class IgnoreRules:
             if (folder / ".git").exists():
                 break
         else:
-            return cls()  # not in a working tree: nobody's .gitignore above is meant for it
+            return cls()  # not in a working tree, so no .gitignore above applies to it
         rules = cls()
         for folder in reversed(above):
             if (folder / ".gitignore").is_file():
@@ -60,7 +60,7 @@ class IgnoreRules:
         return rules
 
     def entering(self, folder: Path, names: Sequence[str]) -> IgnoreRules:
-        """Rules inside ``folder``, which holds ``names``."""
+        """Return the rules inside ``folder``, whose entries are ``names``."""
         added = tuple(
             (folder, pathspec.GitIgnoreSpec.from_lines((folder / name).read_text(errors="replace").splitlines()))
             for name in IGNORE_FILES
@@ -69,7 +69,7 @@ class IgnoreRules:
         return IgnoreRules(self.specs + added) if added else self
 
     def ignores(self, path: Path, *, is_folder: bool) -> bool:
-        """Whether a path is to be left out. The innermost file that has a pattern for it decides."""
+        """Whether to leave a path out. The innermost ignore file with a matching pattern decides."""
         if self.is_rubbish(path.name):
             return True
         verdict = False
@@ -82,5 +82,5 @@ class IgnoreRules:
 
     @staticmethod
     def is_rubbish(name: str) -> bool:
-        """Whether it is left out everywhere, whatever ignore files say, and without a word."""
+        """Whether a name is always left out, regardless of ignore files, and without being reported."""
         return name in _RUBBISH or name.endswith((".pyc", ".pyo"))

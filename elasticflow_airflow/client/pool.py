@@ -1,7 +1,7 @@
-"""Connections that the async clients of one event loop share: a triggerer has a client for each deferred task.
+"""A connection pool that the async clients of one event loop share; a triggerer has a client for each deferred task.
 
-Each of them asks every few seconds only. A connection of its own would have been closed by then and be opened anew each
-time, or be one of a thousand that both sides keep open.
+Each client sends a request only every few seconds. A connection of its own would either be closed by then and have to
+be reopened each time, or be one of a thousand that both sides keep open.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import httpx
 from elasticflow_airflow.client.endpoint import Endpoint
 
 _MOST = 16
-"""So many connections at once; further questions wait for one of them. Each question costs httpx a look at all of them,
-twice over."""
+"""Maximum number of connections; further requests wait for one. httpx scans all connections twice for each request."""
 _IDLE_S = 4.0
-"""The service closes a connection that is idle for five seconds: it must not be tried just then."""
+"""Less than the five seconds after which the service closes an idle connection, so as not to use a closing one."""
 
 _Key = tuple[str, Path | None, bool | str]
 
@@ -29,22 +28,22 @@ _Key = tuple[str, Path | None, bool | str]
 class _Pool:
     transport: httpx.AsyncHTTPTransport
     turns: asyncio.Semaphore
-    """Who waits for a connection waits here: httpx would look at all who wait with each question."""
+    """Requests queue here for a connection, because httpx would scan its whole queue with each request."""
     clients: int = 0
     broken: bool = False
-    """A connection failed: the next client gets a new pool, with certificates that are read again."""
+    """A connection failed: the next client gets a new pool, which reads the certificates again."""
 
 
 _pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, _Pool]] = weakref.WeakKeyDictionary()
 
 
 def shared_transport(endpoint: Endpoint) -> httpx.AsyncBaseTransport | None:
-    """A transport over the connections of the running loop to a service; None where a proxy is to be asked.
+    """Return a transport over the running loop's shared connections to a service; None if a proxy must be used.
 
-    Give it to one client, whose end ends it.
+    Each transport is for one client, which closes it.
     """
     if endpoint.trust_env and urllib.request.getproxies():
-        return None  # httpx asks proxies of the environment only with transports of its own
+        return None  # httpx uses proxies from the environment only with its own transports
     pools = _pools.setdefault(asyncio.get_running_loop(), {})
     key = (endpoint.base_url, endpoint.socket_path, endpoint.verify)
     pool = pools.get(key)
@@ -55,13 +54,13 @@ def shared_transport(endpoint: Endpoint) -> httpx.AsyncBaseTransport | None:
 
 
 class _SharedTransport(httpx.AsyncBaseTransport):
-    """One client's part of a pool, which is closed with the last of them."""
+    """One client's handle on a pool; closing the last handle closes the pool."""
 
     def __init__(self, pool: _Pool) -> None:
         self._pool, self._is_open = pool, True
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        # To wait for a connection is no failure: each question before has a limit of its own.
+        # No timeout for waiting in the pool: the requests ahead have timeouts of their own.
         limits = {**request.extensions.get("timeout", {}), "pool": None}
         request.extensions = {**request.extensions, "timeout": limits}
         try:

@@ -1,8 +1,8 @@
-"""Takes a picture of the code that a job runs: the script's folder, or the module's package, as one deterministic tar.
+"""Snapshots the code that a job runs: the script's folder, or the module's package, as one deterministic tar.
 
-Equal files give equal bytes, and so one hash, wherever and whenever the picture is taken. The service keeps the
-picture, so every restart of a job runs the code that was submitted, whatever happens to the DAG bundle meanwhile.
-Reads files; imports none of them.
+Equal files give equal bytes, and so the same hash, wherever and whenever the snapshot is taken. The service keeps the
+snapshot, so every restart of a job runs the submitted code, whatever happens to the DAG bundle meanwhile. Reads files
+without importing them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LIMIT_HINT: Final = (
 class Snapshot:
     """Code as one uncompressed tar. ``files`` lists (path, SHA-256) in order; ``entry`` is the script's path inside.
 
-    ``ignored`` names what was left out by ignore files (folders end with a slash), so that a log can say so.
+    ``ignored`` lists for the log what ignore files excluded (folders end with a slash).
     """
 
     sha256: str
@@ -47,7 +47,7 @@ class Snapshot:
 
 
 def snapshot_script(script: Path, *, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES) -> Snapshot:
-    """Snapshot the folder of a script. Raises SnapshotError when it is not there, too large, or leaves its folder."""
+    """Snapshot the folder of a script. Raises SnapshotError if it is missing, too large, or has links that leave it."""
     script = script.absolute()
     if not script.is_file():
         raise SnapshotError(
@@ -106,11 +106,11 @@ def snapshot_folder(
     max_bytes: int = MAX_BYTES,
     max_files: int = MAX_FILES,
 ) -> Snapshot:
-    """Snapshot a folder: sorted names, no times, no owners. ``entry`` (relative) is taken along even when ignored.
+    """Snapshot a folder: sorted names, no times, no owners. ``entry`` (relative) is included even if ignored.
 
-    ``prefix`` stands before every name in the tar. Links are followed inside the folder. The state directory of a
-    service is left out. Raises SnapshotError when it is the folder itself, a link leaves the folder, or there are more
-    than ``max_files`` files or ``max_bytes`` bytes.
+    ``prefix`` is prepended to every name in the tar. Links inside the folder are followed. A service's state directory
+    below the folder is left out. Raises SnapshotError if the folder itself is one, if a link leaves the folder, or if
+    there are more than ``max_files`` files or ``max_bytes`` bytes.
     """
     root = folder.resolve()
     found: list[tuple[str, Path]] = []
@@ -127,7 +127,7 @@ def snapshot_folder(
 def _walk(
     folder: Path, below: str, rules: IgnoreRules, way: tuple[Path, ...], entry: str | None, ignored: list[str]
 ) -> Iterator[tuple[str, Path]]:
-    """Yield (relative name, path) of every wanted file. ``way`` is the chain of real folders that led here."""
+    """Yield (relative name, path) of every file to include. ``way`` is the chain of resolved folders down to this."""
     root = way[0]
     try:
         names = sorted(os.listdir(folder))
@@ -164,7 +164,7 @@ def _walk(
             yield from _walk(path, f"{relative}/", rules, (*way, path.resolve()), entry, ignored)
         elif path.is_file():
             yield relative, path
-        # Sockets, pipes and dangling links are no code.
+        # Sockets, pipes and dangling links are not code.
 
 
 def _pack(

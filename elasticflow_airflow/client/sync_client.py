@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class ElasticFlowClient(ServiceClient, BlockingCaller):
-    """Calls the service, and goes on trying while it is away.
+    """Calls the service, with retries while it is unavailable.
 
-    ``retry_for_s``: how long a call is repeated when nobody answers, in seconds; 0 tries once. ``timeout_s``: limit of
-    one exchange. ``on_away`` is told, once per outage, that the service does not answer. With an embedded endpoint a
-    service that is gone is started again. Raises the errors of ``client.errors``. Not for several threads at once.
+    ``retry_for_s``: how long to retry a call if the service does not answer, in seconds; 0 tries once. ``timeout_s``:
+    limit of one request. ``on_away`` is called once per outage with the reason. With an embedded endpoint, a service
+    that is gone is restarted. Raises the errors of ``client.errors``. Not thread-safe.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ElasticFlowClient(ServiceClient, BlockingCaller):
         self._http.close()
 
     def upload_snapshot(self, snapshot: Snapshot) -> bool:
-        """Send the code unless the service has it; True when it was sent."""
+        """Upload the code unless the service already has it; return whether it was uploaded."""
         if self.has_snapshot(snapshot.sha256):
             return False
         self._send_snapshot(snapshot)

@@ -1,1 +1,1 @@
-"""By when a training has to end: as an author writes it, from the DAG, and for what follows it."""
+"""Training deadlines: as written by an author, derived from the DAG, and derived from a downstream target."""

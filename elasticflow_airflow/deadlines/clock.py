@@ -1,6 +1,6 @@
-"""What time it is for the Airflow side: the machine's clock, or in a test that simulates, the simulated one.
+"""The clock of the Airflow side: the machine's clock, or a simulated clock in a test.
 
-Only what is compared with times of the service asks here (deadlines, waiting); knows nothing of who simulates.
+Used only for times that are compared with the service's (deadlines, waiting). Knows nothing about the simulation.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ _clock: Callable[[], float] = time.time
 
 
 def now_s() -> float:
-    """UTC seconds since the epoch."""
+    """Return UTC seconds since the epoch."""
     return _clock()
 
 
 @contextmanager
 def using(clock: Callable[[], float]) -> Iterator[None]:
-    """Have :func:`now_s` ask another clock for a while, in this whole process."""
+    """Make :func:`now_s` use another clock inside the context, in the whole process."""
     global _clock
     before, _clock = _clock, clock
     try:

@@ -1,6 +1,6 @@
-"""The deadline that a DAG itself gives: its DeadlineAlerts, as far as a worker can evaluate them, or its next run.
+"""Derives a deadline from the DAG: its DeadlineAlerts, as far as a worker can evaluate them, or its next run.
 
-For ``deadline_of=`` without ``deadline=``. Knows the values of a run; asks Airflow nothing by itself.
+For ``deadline_of=`` without ``deadline=``. Works on the values of a run that it is given; does not call Airflow itself.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTimes:
-    """The times of a run that alerts count from. ``due``: run_after, which stands for when it was queued."""
+    """The times of a run that alerts refer to. ``due`` is run_after, used in place of the time of queueing."""
 
     due: datetime
     logical_date: datetime | None
 
 
 def dag_of(task: Any) -> Any:
-    """The DAG that a task is in; None while it is in none."""
+    """Return the DAG of a task; None if it has none."""
     return task.dag if task.has_dag() else None
 
 
 def alerts_of(dag: Any) -> tuple[Any, ...]:
-    """The DeadlineAlerts of a DAG: Airflow takes one, a list of them, or none."""
+    """Return the DeadlineAlerts of a DAG: Airflow accepts one, a list of them, or none."""
     alerts = getattr(dag, "deadline", None)
     if alerts is None:
         return ()
@@ -54,9 +54,9 @@ def time_from_dag(
     variable: Callable[[str], str],
     deadline_of: str,
 ) -> TimeFromDag:
-    """The earliest alert of the DAG; without one, its next run. Raises DeadlineError naming the remedy.
+    """Return the earliest alert of the DAG or, without one, its next run. Raises DeadlineError naming the remedy.
 
-    ``next_run`` says when the next run is due, ``variable`` reads an Airflow Variable (KeyError: there is none).
+    ``next_run`` returns when the next run is due, ``variable`` reads an Airflow Variable (KeyError if undefined).
     """
     found: list[tuple[datetime, str]] = []
     left_out: list[str] = []
@@ -85,7 +85,7 @@ def time_from_dag(
 
 
 def check_time_from_dag(dag: Any, alerts: Sequence[Any], deadline_of: str) -> None:
-    """Refuse at DAG parse a ``deadline_of`` alone in a DAG that gives no time. Raises DeadlineError."""
+    """Refuse at DAG parse ``deadline_of`` without ``deadline`` if the DAG provides no time. Raises DeadlineError."""
     known = {_LOGICAL_DATE, _QUEUED_AT, _FIXED}
     if any(_kind(alert.reference) in known for alert in alerts):
         return
@@ -94,7 +94,7 @@ def check_time_from_dag(dag: Any, alerts: Sequence[Any], deadline_of: str) -> No
         if timetable is None or recurs(timetable):
             return
     except TimetableError:
-        return  # a run will tell
+        return  # decided at run time
     cannot = "; ".join(f"{_name(alert)} ({_kind(alert.reference)})" for alert in alerts)
     has = f"no deadline alert that a worker can evaluate ({cannot})" if alerts else "no deadline alert"
     raise DeadlineError(
@@ -104,7 +104,7 @@ def check_time_from_dag(dag: Any, alerts: Sequence[Any], deadline_of: str) -> No
 
 
 def _reference(reference: Any, run: RunTimes) -> tuple[datetime | None, str]:
-    """The moment that an alert counts from and how to call it; without a moment, why there is none."""
+    """Return the time that an alert refers to and its name; or None, and why there is no such time."""
     kind = _kind(reference)
     if kind == _LOGICAL_DATE:
         if run.logical_date is None:
@@ -113,7 +113,7 @@ def _reference(reference: Any, run: RunTimes) -> tuple[datetime | None, str]:
     if kind == _QUEUED_AT:
         return run.due, "when the run was due, as queued"
     if kind == _FIXED:
-        # As Airflow stores it: a time without a zone is this machine's.
+        # As Airflow stores it: a time without a zone is in this machine's zone.
         return datetime.fromtimestamp(reference._datetime.timestamp(), UTC), "fixed time"
     if kind == _AVERAGE_RUNTIME:
         return None, "the average runtime is known to Airflow's scheduler only"

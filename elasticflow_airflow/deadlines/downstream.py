@@ -1,7 +1,7 @@
-"""How long it usually takes from the end of training to the end of what it is for, as recent runs have shown.
+"""Estimates the time from the end of training to the end of its downstream target, from recent runs.
 
-Observed from end to end, queueing and retries included: sums of task durations would leave those out. Read in the
-worker through Airflow's Execution API, in a few quick calls a run; nothing is cached, as each run asks once.
+It is measured from end to end, including queueing and retries, which sums of task durations would leave out. Read in
+the worker through Airflow's Execution API, in a few quick calls per run. Nothing is cached, as each run asks only once.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ log = logging.getLogger(__name__)
 
 QUANTILE: Final = 0.95
 MARGIN: Final = 0.1
-"""Part of what comes after that is kept free beside it."""
+"""Margin, as a fraction of the downstream time, that is reserved in addition."""
 RUNS: Final = 20
-"""So many recent runs are looked at."""
+"""Number of recent runs that are evaluated."""
 FEW: Final = 3
-"""With fewer runs than this, the declared reserve counts too if it is larger."""
+"""With fewer runs than this, the declared reserve is used if it is larger."""
 _LOOKED_AT: Final = 60
-"""So many runs are asked for at most: failed, cleared and backfilled ones tell nothing."""
+"""Maximum number of runs that are requested, since failed, cleared and backfilled runs are skipped."""
 _MOST_CALLS: Final = 200
 
 
 class AskAirflow(Protocol):
-    """Sends a message of the Execution API and returns its answer."""
+    """Sends a message of the Execution API and returns the response."""
 
     def __call__(self, message: Any) -> Any:
-        """Ask. Raises AirflowRuntimeError."""
+        """Send the message. Raises AirflowRuntimeError."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOfRun:
-    """The training whose past is looked at, and before when."""
+    """The training task whose history is read, up to the time ``before``."""
 
     dag_id: str
     task_id: str
@@ -54,14 +54,14 @@ class TaskOfRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJob:
-    """A past training as the service knows it."""
+    """A past training as recorded by the service."""
 
     run_id: str
     ended_at: float
 
 
 def ask_airflow(message: Any) -> Any:
-    """Ask through the supervisor of this task process."""
+    """Send a message through the supervisor of this task process."""
     return task_runner.SUPERVISOR_COMMS.send(message)
 
 
@@ -73,10 +73,10 @@ def reserve_for(
     ask: AskAirflow = ask_airflow,
     ended_jobs: Callable[[], Sequence[EndedJob]] | None = None,
 ) -> tuple[Reserve, str | None]:
-    """What to keep free between the end of training and the end of its target, and a warning if that is a guess.
+    """Return the time to reserve from the end of training to the end of its target, and a warning if it is a guess.
 
-    ``ended_jobs`` lists past trainings, newest first, where Airflow's own history cannot be walked: runs without a
-    logical date (asset-triggered) have no order that the Execution API would tell.
+    ``ended_jobs`` lists past trainings, newest first. It is used if Airflow's own history cannot be traversed: the
+    Execution API provides no order of runs without a logical date (asset-triggered).
     """
     target = target_name(deadline_of)
     try:
@@ -108,9 +108,9 @@ def reserve_for(
 
 
 def observed(task: TaskOfRun, deadline_of: str, ask: AskAirflow, *, most: int = RUNS) -> list[float]:
-    """Seconds from the end of training to the end of the target, in the last successful runs, newest first.
+    """Return seconds from the end of training to the end of the target, in the last successful runs, newest first.
 
-    Runs that were cleared say when somebody cleared them; backfills, how they were throttled: neither counts.
+    Cleared runs and backfills are skipped: their times reflect when they were cleared, or how they were throttled.
     """
     asked = _Counted(ask)
     seen: list[float] = []
@@ -128,7 +128,7 @@ def observed(task: TaskOfRun, deadline_of: str, ask: AskAirflow, *, most: int = 
 def observed_until_run_end(
     task: TaskOfRun, jobs: Sequence[EndedJob], ask: AskAirflow, *, most: int = RUNS
 ) -> list[float]:
-    """Seconds from the end of training, as the service knows it, to the end of the run: at least what is asked for."""
+    """Return seconds from the end of training, by the service, to the end of the run: an upper bound for any target."""
     seen: list[float] = []
     for job in jobs[:_LOOKED_AT]:
         try:
@@ -144,7 +144,7 @@ def observed_until_run_end(
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The smallest value that at least ``part`` of the values do not exceed (nearest rank)."""
+    """Return the smallest value that at least the fraction ``part`` of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(len(ordered), max(1, math.ceil(part * len(ordered) - 1e-9))) - 1]
 
@@ -170,14 +170,14 @@ def _runs_before(task: TaskOfRun, ask: AskAirflow) -> Iterator[Any]:
 
 
 def _tells(run: Any) -> bool:
-    """Whether a run went by as runs do: not cleared, not a backfill, and successful."""
+    """Whether a run is representative: not cleared, not a backfill, and successful."""
     kind = str(getattr(run.run_type, "value", run.run_type))
     state = str(getattr(run.state, "value", run.state))
     return state == "success" and kind != "backfill" and not run.clear_number
 
 
 def _target_end(dag_id: str, task_id: str, run: Any, ask: AskAirflow) -> datetime | None:
-    """When a task of a run ended; of a mapped one, its last instance."""
+    """Return when a task of a run ended; for a mapped task, when its last instance ended."""
     end = _last_end(dag_id, task_id, -1, run.logical_date, run.run_id, ask)
     if end is not None:
         return end
@@ -192,7 +192,7 @@ def _target_end(dag_id: str, task_id: str, run: Any, ask: AskAirflow) -> datetim
 def _last_end(
     dag_id: str, task_id: str, map_index: int, logical_date: datetime, run_id: str, ask: AskAirflow
 ) -> datetime | None:
-    """When a task instance of the run of this logical date succeeded; None when it did not."""
+    """Return when a task instance of the run of this logical date succeeded; None if it did not."""
     just_after = logical_date + timedelta(microseconds=1)  # "previous" is strictly before
     message = GetPreviousTI(
         dag_id=dag_id, task_id=task_id, logical_date=just_after, map_index=map_index, state="success"

@@ -1,13 +1,13 @@
-"""From what a DAG author writes as a deadline to the moment when the training must end. Pure: no clock, no Airflow.
+"""Converts the deadline that a DAG author writes to the time when the training must end. Pure: no clock, no Airflow.
 
 A deadline is a time of day (``"07:30"``, in the DAG's time zone unless it has its own: its first occurrence after the
-run is due), a duration after the run is due, a datetime, or text of either (a rendered template: ``"HH:MM"`` or ISO
-8601). Whose it is (this training's, a downstream task's, the run's) decides how much earlier the training must end:
-``Reserve``.
+run is due), a duration after the run is due, a datetime, or a string of either (a rendered template: ``"HH:MM"`` or ISO
+8601). It may apply to this training, a downstream task or the whole run, which determines how much earlier the training
+must end: ``Reserve``.
 
-Daylight saving, for times of day, datetimes and ISO texts alike: a wall-clock time that the clocks skip (02:30 in
-spring) is moved on by what they skip (03:30); of a time that comes twice (02:30 in autumn) the first that lies after
-the run is due counts. A datetime with a zone, or with ``fold=1``, says itself which of the two it means.
+Daylight saving, for times of day, datetimes and ISO strings: a wall-clock time that the clocks skip (02:30 in spring)
+is moved forward by the length of the gap (03:30). Of a time that occurs twice (02:30 in autumn), the first occurrence
+after the run is due is used. A datetime with a zone, or with ``fold=1``, is unambiguous.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _FORMS = 'a time of day ("07:30"), a timedelta after the run is due, a datetime,
 
 
 class DeadlineError(ValueError):
-    """A deadline that cannot be understood; the message names the argument, its value and what is wanted."""
+    """An invalid deadline; the message names the argument, its value and what is expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDeadline:
-    """When the training must end (``at``), when its target must (``target_at``), and the arithmetic as text."""
+    """When the training must end (``at``), when its target must end (``target_at``), and the arithmetic as text."""
 
     at: DateTime
     target_at: DateTime
@@ -46,7 +46,7 @@ class TrainingDeadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeFromDag:
-    """A deadline that nobody wrote as ``deadline=``: the DAG's alerts or timetable give it, as ``said`` explains."""
+    """A deadline from the DAG's alerts or timetable, in the absence of ``deadline=``; ``said`` explains its source."""
 
     at: datetime
     said: str
@@ -54,9 +54,9 @@ class TimeFromDag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """What is kept free for the time from the end of training to the end of the target: ``after_s``, and a margin.
+    """The time reserved from the end of training to the end of the target: ``after_s``, and a margin.
 
-    ``said`` tells where the number comes from; ``margin_said`` what the margin is.
+    ``said`` explains the source of the number, ``margin_said`` the margin.
     """
 
     after_s: float
@@ -66,25 +66,25 @@ class Reserve:
 
     @property
     def total_s(self) -> float:
-        """All of it, in seconds."""
+        """The total reserve in seconds."""
         return self.after_s + self.margin_s
 
 
 def declared_reserve(downstream_reserve: timedelta, deadline_of: str, why: str = "") -> Reserve:
-    """Take what the author declares as ``downstream_reserve=``; ``why`` says why it is not observed."""
+    """Return the reserve of ``downstream_reserve=``; ``why`` explains why no observed value is used."""
     said = f"downstream_reserve: from the end of training to the end of {target_name(deadline_of)}"
     return Reserve(after_s=downstream_reserve.total_seconds(), said=said + (f"; {why}" if why else ""))
 
 
 def target_name(deadline_of: str | None) -> str:
-    """Name the target of a deadline as people read it."""
+    """Return the name of a deadline's target for messages."""
     if deadline_of is None:
         return "the training"
     return "the DAG run" if deadline_of == DAG_RUN else f"task {deadline_of!r}"
 
 
 def check_deadline(given: object, argument: str) -> None:
-    """Refuse at DAG parse what can never be a deadline. Templates are looked at when they are rendered."""
+    """Refuse an invalid deadline at DAG parse. Templates are checked once rendered. Raises DeadlineError."""
     if isinstance(given, bool) or not isinstance(given, (str, time, timedelta, datetime)):
         raise DeadlineError(f"{argument}={given!r} is a {type(given).__name__}, not {_FORMS}")
     if isinstance(given, time) and given.tzinfo is not None:
@@ -96,9 +96,9 @@ def check_deadline(given: object, argument: str) -> None:
 
 
 def resolve(given: DeadlineGiven, *, run_due: datetime, timezone: tzinfo, argument: str = "deadline") -> DateTime:
-    """Turn what was given into a moment, shown in the DAG's time zone. Raises DeadlineError.
+    """Convert a given deadline to a time in the DAG's time zone. Raises DeadlineError.
 
-    ``run_due`` is the run's ``run_after``: when Airflow was to start it.
+    ``run_due`` is the run's ``run_after``: the time at which Airflow was to start it.
     """
     zone = _named(timezone)
     due = pendulum.instance(run_due).in_timezone(zone)
@@ -139,8 +139,8 @@ def training_deadline(
 ) -> TrainingDeadline:
     """Compute when the training itself must end, and explain it. Raises DeadlineError.
 
-    With ``deadline_of`` (a downstream task, or ``"dag_run"``) the deadline is that target's, and the training's is
-    earlier by ``reserve``: what passes from the end of training to the end of the target, and a margin.
+    With ``deadline_of`` (a downstream task, or ``"dag_run"``) the deadline is that of the target, and the training's is
+    earlier by ``reserve``: the time from the end of training to the end of the target, and a margin.
     """
     zone = _named(timezone)
     due = pendulum.instance(run_due).in_timezone(zone)
@@ -171,29 +171,29 @@ def training_deadline(
 
 
 def show_at(at_s: float, timezone: tzinfo) -> str:
-    """Write UTC seconds for people, in a time zone."""
+    """Format UTC seconds in a time zone."""
     return zoned_moment(pendulum.from_timestamp(at_s).in_timezone(_named(timezone)))
 
 
 def zone_name(timezone: tzinfo) -> str:
-    """Write a time zone as text that ``zone_from`` reads: its name, or its offset in seconds."""
+    """Return a time zone as a string that ``zone_from`` parses: its name, or its offset in seconds."""
     zone = _named(timezone)
     return zone.name if isinstance(zone, pendulum.Timezone) else str(zone.offset)
 
 
 def zone_from(name: str) -> pendulum.Timezone | pendulum.FixedTimezone:
-    """Read what ``zone_name`` wrote."""
+    """Parse the output of ``zone_name``."""
     return pendulum.FixedTimezone(int(name)) if name.lstrip("-").isdigit() else pendulum.Timezone(name)
 
 
 def written(given: object) -> str:
-    """Write a deadline as text that tells it from any other: ``str`` leaves the zone of a time of day out."""
+    """Return a deadline as an unambiguous string: ``str`` omits the zone of a time of day."""
     text = str(given)
     return f"{text} {given.tzinfo}" if isinstance(given, time) and given.tzinfo is not None else text
 
 
 def _first_after(due: DateTime, wall: time, zone: tzinfo) -> DateTime:
-    """Find the first moment after ``due`` at which the wall clock of a time zone shows this time."""
+    """Return the first time after ``due`` at which the wall clock of a time zone shows ``wall``."""
     today = due.astimezone(zone).date()
     for days in range(3):
         for moment in _readings(datetime.combine(today + timedelta(days=days), wall), zone):
@@ -203,9 +203,9 @@ def _first_after(due: DateTime, wall: time, zone: tzinfo) -> DateTime:
 
 
 def _moment(given: datetime, due: DateTime, zone: pendulum.Timezone | pendulum.FixedTimezone) -> DateTime:
-    """Find the moment of a datetime, in a time zone; that is the zone of one without its own, too."""
+    """Convert a datetime to a time zone; a datetime without a zone is taken to be in that zone."""
     readings = _readings(given, given.tzinfo or zone)
-    says_which = given.fold and not isinstance(given, DateTime)  # pendulum.naive() always has fold=1, and means nothing
+    says_which = given.fold and not isinstance(given, DateTime)  # pendulum.naive() always has fold=1, so ignore it
     if given.tzinfo is not None or says_which:
         found = readings[-1 if given.fold else 0]
     else:
@@ -214,9 +214,9 @@ def _moment(given: datetime, due: DateTime, zone: pendulum.Timezone | pendulum.F
 
 
 def _readings(wall: datetime, zone: tzinfo) -> list[DateTime]:
-    """Find the moments (UTC) at which the clocks of a zone show this, in order: one, or two where they go back.
+    """Return the times (UTC) at which the clocks of a zone show ``wall``, in order: one, or two if they go back.
 
-    Where they skip it, the one that is later by as much as they skip.
+    If the clocks skip it, return the time that is later by the length of the gap.
     """
     parts = (wall.year, wall.month, wall.day, wall.hour, wall.minute, wall.second, wall.microsecond)
     try:
@@ -237,7 +237,7 @@ def _zone_of(zone: tzinfo, given: time, argument: str) -> pendulum.Timezone | pe
 
 
 def _named(timezone: tzinfo) -> pendulum.Timezone | pendulum.FixedTimezone:
-    """Make a pendulum time zone of any."""
+    """Convert any time zone to a pendulum time zone."""
     if isinstance(timezone, (pendulum.Timezone, pendulum.FixedTimezone)):
         return timezone
     name = getattr(timezone, "key", None)

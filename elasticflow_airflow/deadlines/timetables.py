@@ -1,7 +1,7 @@
-"""When the runs of a DAG are due, by its timetable: for the calendar of the service and for deadlines from the DAG.
+"""Due times of a DAG's runs by its timetable, for the service's calendar and for deadlines from the DAG.
 
-Takes a timetable of the SDK (as DAG files and workers hold it) or of the core (as serialized DAGs do). The SDK's have
-no logic, so the core's is asked, which is installed beside it; it reads no database.
+Accepts a timetable of the SDK (as in DAG files and workers) or of the core (as in serialized DAGs). SDK timetables have
+no logic, so they are converted to those of the core, which is installed beside the SDK. Reads no database.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import pendulum
 log = logging.getLogger(__name__)
 
 CALENDAR_WINDOW = timedelta(hours=48)
-"""How far ahead the service is told of due runs."""
+"""How far ahead due runs are reported to the service."""
 CALENDAR_MOST = 200
-"""... and of how many at most."""
+"""Maximum number of due runs that are reported to the service."""
 _MOST_STEPS = 5000
-"""A timetable is asked for so many runs at most before it is asked anew from a later time."""
+"""Maximum number of runs to step through before starting again from a later time."""
 
 
 class TimetableError(ValueError):
-    """A timetable that cannot say when runs are due, here at least."""
+    """A timetable whose due times cannot be determined, at least in this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRun:
     """A run of a timetable: when it is due, and its data interval.
 
-    What comes next is counted from one that is known: schedules like ``timedelta(hours=3)`` have no phase of their own.
+    Later runs are computed from a known run, since schedules like ``timedelta(hours=3)`` have no phase of their own.
     """
 
     run_after: datetime
@@ -41,9 +41,9 @@ class KnownRun:
 
 
 def recurs(timetable: Any) -> bool:
-    """Whether runs are due at times that can be told beforehand. Not: by hand, once, continuously, by assets alone.
+    """Whether runs are due at predictable times; False for manual, one-time, continuous and purely asset-based ones.
 
-    Raises TimetableError when the timetable cannot be read.
+    Raises TimetableError if the timetable cannot be read.
     """
     return bool(_core(timetable).periodic)
 
@@ -58,10 +58,10 @@ def next_runs(
     earliest: datetime | None = None,
     latest: datetime | None = None,
 ) -> list[KnownRun]:
-    """The runs that are due later than ``after`` and not later than ``until``, the soonest first.
+    """Return the runs that are due later than ``after`` and not later than ``until``, soonest first.
 
-    ``earliest`` and ``latest`` are the DAG's start_date and end_date. Nothing for a DAG whose runs do not recur.
-    Raises TimetableError.
+    ``earliest`` and ``latest`` are the DAG's start_date and end_date. Empty for a DAG whose runs do not recur. Raises
+    TimetableError.
     """
     core = _core(timetable)
     if not core.periodic or most < 1:
@@ -72,7 +72,7 @@ def next_runs(
             if found is not None:
                 return found
         found = _walk(core, _inferred(core, after), after, until, most, earliest, latest)
-    except Exception as error:  # a timetable is anybody's code
+    except Exception as error:  # a timetable may be user code
         raise TimetableError(f"timetable {type(core).__name__} cannot say when runs are due: {error!r}") from error
     return found or []
 
@@ -80,7 +80,7 @@ def next_runs(
 def next_run(
     timetable: Any, *, after: datetime, known: KnownRun | None = None, latest: datetime | None = None
 ) -> datetime | None:
-    """The next moment at which a run is due; None when none is. Raises TimetableError."""
+    """Return the next time at which a run is due; None if there is none. Raises TimetableError."""
     return next((run.run_after for run in next_runs(timetable, after=after, known=known, most=1, latest=latest)), None)
 
 
@@ -93,7 +93,7 @@ def _walk(
     earliest: datetime | None,
     latest: datetime | None,
 ) -> list[KnownRun] | None:
-    """Ask for one run after another; None when ``after`` is too far away from where this began."""
+    """Step from run to run; return None if ``after`` is too far from the starting point."""
     found: list[KnownRun] = []
     for steps, due in enumerate(_dues(core, info, earliest, latest), start=1):
         if until is not None and due.run_after > until:
@@ -131,7 +131,7 @@ def _info(core: Any, known: KnownRun) -> Any:
 
 
 def _inferred(core: Any, at: datetime) -> Any:
-    """A run by hand at a moment: what is due next after it is due next after that moment."""
+    """Return a manual run at a time, as the starting point for the runs that are due after that time."""
     from airflow.timetables.base import DagRunInfo, DataInterval
 
     moment = _pendulum(at)
@@ -148,7 +148,7 @@ def _core(timetable: Any) -> Any:
         from airflow.serialization.encoders import coerce_to_core_timetable
 
         core = coerce_to_core_timetable(timetable)
-    except Exception as error:  # private to Airflow, and a timetable may be anybody's code
+    except Exception as error:  # private to Airflow, and a timetable may be user code
         raise TimetableError(f"timetable {type(timetable).__name__} cannot be read here: {error!r}") from error
     if not hasattr(core, "periodic"):
         raise TimetableError(f"{timetable!r} is a {type(timetable).__name__}, no timetable")

@@ -1,7 +1,7 @@
-"""What jobs have on disk where their workers run, behind verbs: the part of the engine port that is about files.
+"""The part of the engine port that covers files: what jobs have on disk where their workers run.
 
-Jobs and incarnations are named; where their files lie, and how they are read, is the engine's affair. A call takes as
-long as a disk does, and a checkpoint may be large.
+Callers name jobs and incarnations; the engine decides where their files are and how they are read. Calls block on disk
+I/O, and a checkpoint may be large.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from elasticflow_airflow.runtime.protocol import Promotion, checkpoint_dir, hear
 from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, adopt, verify_candidate
 
 CANDIDATE_PATH = re.compile(r"^g(\d{6})/step-(\d{12})$")
-"""Path of a candidate checkpoint below the folder of all: generation, step."""
+"""Path of a candidate checkpoint below the checkpoint folder: generation, step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a worker said last: the step it is at, what it is doing, and when (UTC seconds, its own clock)."""
+    """The last heartbeat of a worker: its step, its phase, and the time (UTC seconds by its own clock)."""
 
     step: int
     phase: str
@@ -30,54 +30,54 @@ class Heartbeat:
 
 
 class JobFiles(Protocol):
-    """The verbs. A ``path`` is that of a candidate checkpoint (``CANDIDATE_PATH``).
+    """Operations on the files of jobs. A ``path`` is that of a candidate checkpoint (``CANDIDATE_PATH``).
 
-    What cannot be read or written raises OSError, unless a verb says otherwise.
+    All of them raise OSError when something cannot be read or written, unless stated otherwise.
     """
 
     def folder(self, job_id: str, incarnation: int) -> Path:
-        """Where an incarnation has its files, as its workers are told. Opens nothing."""
+        """Return the folder of an incarnation, as passed to its workers. Opens nothing."""
         ...
 
     def checkpoint(self, job_id: str, incarnation: int, path: str) -> Path:
-        """Where a checkpoint of it lies, for people and for trainings that begin with it. Opens nothing."""
+        """Return the path of a checkpoint, for users and for trainings that start from it. Opens nothing."""
         ...
 
     def exists(self, job_id: str, incarnation: int) -> bool:
-        """Whether there are files of an incarnation."""
+        """Return whether an incarnation has files."""
         ...
 
     def is_checkpoint(self, path: str) -> bool:
-        """Whether there is a folder that a training can begin with."""
+        """Return whether the path is an existing folder, so that a training can start from it."""
         ...
 
     def prepare(self, job_id: str, incarnation: int) -> None:
-        """Have a folder for an incarnation, for nobody's eyes but the service's user. Idempotent."""
+        """Create the folder of an incarnation, readable by the service's user only. Idempotent."""
         ...
 
     def heartbeat(self, job_id: str, incarnation: int, worker_id: str) -> Heartbeat | None:
-        """The last sign of life of a worker; None when there is none, or none that can be read."""
+        """Return the last heartbeat of a worker; None when there is none or it cannot be read."""
         ...
 
     def candidates(self, job_id: str, incarnation: int, generation: int) -> list[str]:
-        """Paths of a generation's candidate checkpoints that are written to their end, oldest step first."""
+        """Return the paths of a generation's completely written candidate checkpoints, lowest step first."""
         ...
 
     def verify(self, job_id: str, incarnation: int, path: str) -> str:
-        """Read all of a candidate; returns its digest.
+        """Read a candidate completely and return its digest.
 
-        Raises ValueError when it is damaged, its subclass CheckpointUnreachable when that cannot be said now.
+        Raises ValueError when it is damaged, its subclass CheckpointUnreachable when that cannot be determined now.
         """
         ...
 
     def promote(self, job_id: str, incarnation: int, promotion: Promotion) -> bool:
-        """Let a checkpoint count for whoever starts from now on; False: it did already."""
+        """Make a checkpoint the one that workers resume from; return False when it already was."""
         ...
 
     def adopt(self, job_id: str, incarnation: int, earlier: int, path: str) -> CandidateInfo:
-        """Copy a checkpoint of an ``earlier`` incarnation, as what this one begins with.
+        """Copy a checkpoint of an ``earlier`` incarnation, as the starting point of this one.
 
-        Raises CheckpointUnreachable when that cannot be done now, CheckpointError when it never can.
+        Raises CheckpointUnreachable when this is impossible at present, CheckpointError when it is impossible for good.
         """
         ...
 
@@ -86,46 +86,46 @@ class JobFiles(Protocol):
         ...
 
     def discard(self, job_id: str, incarnation: int) -> None:
-        """Delete all that an incarnation has left but its checkpoints. Idempotent."""
+        """Delete all files of an incarnation except its checkpoints. Idempotent."""
         ...
 
 
 class JobFolders:
-    """Files of jobs below one folder, which all nodes of the engine share (see :class:`JobFiles`)."""
+    """Files of jobs below one folder that all nodes of the engine share (see :class:`JobFiles`)."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def folder(self, job_id: str, incarnation: int) -> Path:
-        """Where an incarnation has its files."""
+        """Return the folder of an incarnation."""
         return self._root / job_id / f"i{incarnation:06d}"
 
     def checkpoint(self, job_id: str, incarnation: int, path: str) -> Path:
-        """Where a checkpoint lies."""
+        """Return the path of a checkpoint."""
         return checkpoint_dir(self.folder(job_id, incarnation)) / path
 
     def exists(self, job_id: str, incarnation: int) -> bool:
-        """Whether there are files of an incarnation."""
+        """Return whether an incarnation has files."""
         return self.folder(job_id, incarnation).exists()
 
     def is_checkpoint(self, path: str) -> bool:
-        """Whether there is such a folder."""
+        """Return whether the folder exists."""
         return os.path.isdir(path)
 
     def prepare(self, job_id: str, incarnation: int) -> None:
-        """Make the folder of an incarnation."""
+        """Create the folder of an incarnation."""
         self.folder(job_id, incarnation).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def heartbeat(self, job_id: str, incarnation: int, worker_id: str) -> Heartbeat | None:
-        """Read the last sign of life of a worker."""
+        """Read the last heartbeat of a worker."""
         try:
             raw = read_json(heartbeat_path(self.folder(job_id, incarnation), worker_id))
             return None if raw is None else Heartbeat(int(raw["step"]), str(raw["phase"]), float(raw["at_s"]))
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
-            return None  # Half written by a machine that went down, or of another version: the same as none.
+            return None  # Half written before a machine crash, or by another version: treated as missing.
 
     def candidates(self, job_id: str, incarnation: int, generation: int) -> list[str]:
-        """List what has its final name."""
+        """List the folders that have a final name."""
         name = f"g{generation:06d}"
         folder = self.checkpoint(job_id, incarnation, name)
         if not folder.is_dir():
@@ -134,7 +134,7 @@ class JobFolders:
         return [path for path in paths if CANDIDATE_PATH.match(path)]
 
     def verify(self, job_id: str, incarnation: int, path: str) -> str:
-        """Verify what the runtime wrote: a manifest with a digest of every file."""
+        """Verify the files against the runtime's manifest, which holds a digest of each."""
         return verify_candidate(self._candidate(job_id, incarnation, path)).digest
 
     def promote(self, job_id: str, incarnation: int, promotion: Promotion) -> bool:
@@ -157,7 +157,7 @@ class JobFolders:
             shutil.rmtree(folder)
 
     def discard(self, job_id: str, incarnation: int) -> None:
-        """Delete everything beside the checkpoints."""
+        """Delete everything except the checkpoints."""
         folder = self.folder(job_id, incarnation)
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path != checkpoint_dir(folder):
@@ -170,7 +170,7 @@ class JobFolders:
 
 
 def _promotion_in(checkpoints: Path) -> Promotion | None:
-    """What ``promoted.json`` says; None also where it is damaged: the folder is the training's, who may write there."""
+    """Read ``promoted.json``; None when it is missing or damaged: the training script can write to this folder."""
     try:
         return Promotion.read(checkpoints)
     except (ValueError, TypeError):
@@ -178,7 +178,7 @@ def _promotion_in(checkpoints: Path) -> Promotion | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with its read-only parts."""
+    """Remove a file, a link, or a folder including its read-only parts."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return

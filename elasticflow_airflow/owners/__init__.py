@@ -1,1 +1,1 @@
-"""Which task instances own the jobs of a service, as Airflow's database has them."""
+"""The task instances that own a service's jobs, according to Airflow's database."""

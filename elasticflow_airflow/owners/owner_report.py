@@ -1,8 +1,8 @@
-"""Says to the service what has become of the task instances that own its jobs, as Airflow's database has them.
+"""Reports to the service the status of the task instances that own its jobs, according to Airflow's database.
 
-Gone is who has ended for good or was deleted, and nobody else: a task that is to be tried again, that waits for its
-next poke or was cleared, finds its job. The claims are read before the database, so that what is said of an attempt
-never ends the job of the next one. Runs where Airflow's metadata database may be read, which is not in a task.
+An owner is gone only if it has ended for good or was deleted: a task that will be retried, that waits for its next poke
+or was cleared, still finds its job. The claims are read before the database, so that a report on one attempt never ends
+the job of the next attempt. Requires access to Airflow's metadata database, so it does not run in a task.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ if TYPE_CHECKING:
 TaskKey = tuple[str, str, str, int]
 """DAG, run, task and map index."""
 States = Mapping[TaskKey, str | None]
-"""Of the task instances that are there; None: it has no state, as after a clear."""
+"""States of the existing task instances; None: it has no state, as after a clear."""
 
 ENDED = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
-"""States that no attempt follows, unless somebody clears the task."""
+"""States that no further attempt follows, unless the task is cleared."""
 _SILENT_S = 30.0
 _KEYS_AT_ONCE = 200
 
 
 class OwnerClient(Protocol):
-    """The part of a client that is used."""
+    """The methods of a client that are used."""
 
     def owned_jobs(self, namespace: str, after: str = "") -> OwnedJobs:
-        """Return a page of the live jobs."""
+        """Return a page of live jobs."""
         ...
 
     def report_owners(self, report: OwnersReport) -> OwnersAnswer:
-        """Say what has become of their owners."""
+        """Report the status of their owners."""
         ...
 
 
 def report_owners(
     client: OwnerClient, namespace: str, airflow: str, find: Callable[[Sequence[TaskKey]], States]
 ) -> list[str]:
-    """Ask for the live jobs of a namespace, look their task instances up, and say which are gone.
+    """List the live jobs of a namespace, look up their task instances, and report which are gone.
 
-    Returns the jobs that are cancelled. ``airflow`` names this Airflow; ``find`` looks up what is there.
+    Returns the jobs that are cancelled. ``airflow`` is the name of this Airflow; ``find`` looks up the states of
+    existing task instances.
     """
     cancelled: list[str] = []
     after: str | None = ""
@@ -62,12 +63,12 @@ def report_owners(
 
 
 def task_key(identity: JobIdentity) -> TaskKey:
-    """Name the task instance that owns a job."""
+    """Return the key of the task instance that owns a job."""
     return identity.dag_id, identity.run_id, identity.task_id, identity.map_index
 
 
 def find_states(session: Session, keys: Sequence[TaskKey]) -> dict[TaskKey, str | None]:
-    """Look up the states of the task instances that are there. Reads only."""
+    """Look up the states of the task instances that exist. Read-only."""
     from airflow.models.taskinstance import TaskInstance
     from sqlalchemy import select, tuple_
 
@@ -81,7 +82,7 @@ def find_states(session: Session, keys: Sequence[TaskKey]) -> dict[TaskKey, str 
 
 
 def name_of_airflow(database: URL) -> str:
-    """Name the Airflow of a metadata database, for as long as that stays where it is; tells nothing of it."""
+    """Return a name for the Airflow of a metadata database: stable while the database stays in place, and opaque."""
     host = database.host or ""
     if host in ("", "localhost", "127.0.0.1", "::1"):
         host = f"{socket.gethostname()}/{host}"
@@ -94,7 +95,7 @@ def _seen(page: OwnedJobs, states: States, airflow: str) -> Iterator[OwnerSeen]:
         key = task_key(job.identity)
         state = states.get(key)
         if key not in states:
-            if job.known_to == airflow:  # of what was never here, its absence says nothing
+            if job.known_to == airflow:  # absence means nothing for a task instance that was never here
                 yield OwnerSeen(job_id=job.job_id, claim=job.claim, owner="deleted")
         elif state in ENDED:
             yield OwnerSeen(job_id=job.job_id, claim=job.claim, owner="ended", state=str(state))
@@ -103,7 +104,7 @@ def _seen(page: OwnedJobs, states: States, airflow: str) -> Iterator[OwnerSeen]:
 
 
 def _is_silent(job: OwnedJob, now: float) -> bool:
-    """Whether nobody has asked for a job for a while, nor Airflow said that its task is there."""
+    """Whether the job was not polled for a while, and Airflow has not reported that its task exists either."""
     return all(at is None or now - at > _SILENT_S for at in (job.heard_at, job.seen_at))
 
 

@@ -1,8 +1,8 @@
-"""Reports to the services which owners of jobs are gone, again and again, from Airflow's api-server.
+"""Periodically reports to the services which owners of jobs are gone, from Airflow's api-server.
 
-That is where tasks are marked and runs deleted, it may read the metadata database, and it needs neither scheduler nor
-triggerer. It is begun by the lifespan of the plugin's application, in each worker of the api-server: a report may come
-twice. Nothing is started for it, and a service that is away is asked again the next time.
+The api-server is where tasks are marked and runs deleted; it may read the metadata database, and needs neither
+scheduler nor triggerer. The lifespan of the plugin's application starts the watch in each worker of the api-server, so
+reports may be duplicated. It never starts a service, and retries an unavailable one the next time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TIMEOUT_S = 10.0
 
 @asynccontextmanager
 async def watching(_app: FastAPI) -> AsyncIterator[None]:
-    """Watch for as long as the application lives: the lifespan of the plugin's application, which Airflow runs."""
+    """Run the watch for the lifespan of the plugin's application; Airflow runs this context."""
     every_s = _interval_s()
     if every_s <= 0:
         yield
@@ -55,36 +55,36 @@ async def watching(_app: FastAPI) -> AsyncIterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class WatchedService:
-    """A service, and the namespace of this Airflow's jobs there. Two connections may name the same."""
+    """A service, and the namespace of this Airflow's jobs there. Several connections may refer to the same one."""
 
     endpoint: Endpoint
     namespace: str
 
 
 class OwnerWatch:
-    """The thread that reports. It ends with the process, in the middle of whatever it does."""
+    """The reporting thread. It is a daemon, so it may be interrupted at any point when the process ends."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._connections = Connections()
         self._airflow = ""
         self._places: dict[str, WatchedService] = {}
-        """By the id of a connection that names it."""
+        """The services by connection id."""
         self._looked_up_s = -math.inf
         self._said: dict[str, str] = {}
-        """What went wrong last, by what it was about: said once."""
+        """The last error by subject, so that each is logged only once."""
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Begin, and go on until :meth:`stop`."""
+        """Start the thread, which runs until :meth:`stop`."""
         threading.Thread(target=self._run, name="elasticflow-owners", daemon=True).start()
 
     def stop(self) -> None:
-        """End with the report under way."""
+        """Stop after the report in progress."""
         self._stop.set()
 
     def look(self) -> None:
-        """Report to every service. Where one is away, or the database, nothing is said of its jobs."""
+        """Report to every service. If a service or the database is unavailable, its jobs are not reported."""
         with self._troubles("Airflow's database", SQLAlchemyError):
             self._look_up()
         for place in sorted(set(self._places.values()), key=str):
@@ -99,9 +99,9 @@ class OwnerWatch:
                 log.exception("the owners of jobs could not be reported; it is tried again")
 
     def _look_up(self) -> None:
-        """Find the services. Which connections there are is asked each time, so that a new one waits for nothing.
+        """Find the services. The list of connections is read each time, so that a new one is used at once.
 
-        What they say is read again after a while only: it may lie in a secrets backend.
+        The connections themselves are read again only after a while, since they may be in a secrets backend.
         """
         now = time.monotonic()
         again = now - self._looked_up_s >= _LOOK_UP_S
@@ -120,7 +120,7 @@ class OwnerWatch:
     def _report(self, place: WatchedService) -> None:
         endpoint = place.endpoint
         if endpoint.embedded_state_dir is not None and not (endpoint.socket_path and endpoint.socket_path.exists()):
-            return  # it does not run: no job does either
+            return  # the service does not run, so it has no running jobs
         with ElasticFlowClient(endpoint, retry_for_s=0.0, timeout_s=_TIMEOUT_S) as client:
             cancelled = report_owners(client, place.namespace, self._airflow, _find)
         if cancelled:
@@ -128,7 +128,7 @@ class OwnerWatch:
 
     @contextmanager
     def _troubles(self, about: str, *kinds: type[Exception]) -> Iterator[None]:
-        """Say what goes wrong, once until it changes, and go on."""
+        """Log an error, once until it changes, and suppress it."""
         try:
             yield
         except kinds as error:
@@ -140,9 +140,9 @@ class OwnerWatch:
 
 
 class Connections:
-    """Which connections name a service: that of the page, those of this type, and those that elastic tasks name.
+    """The connections to services: that of the page, those of this type, and those that elastic tasks refer to.
 
-    The last are remembered when their DAG is deleted: its jobs may run there still.
+    The last are kept when their DAG is deleted, because its jobs may still be running there.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Connections:
         self._read: dict[str, datetime] = {}
 
     def read(self, session: Session) -> set[str]:
-        """Look them up; DAGs that have not changed since are not read again."""
+        """Return the connection ids; DAGs that have not changed are not read again."""
         dag_id, last_updated = SerializedDagModel.dag_id, func.max(SerializedDagModel.last_updated)
         found = session.execute(select(dag_id, last_updated).group_by(dag_id))
         changed = {name: at for name, at in found if self._read.get(name) != at}
@@ -163,7 +163,7 @@ class Connections:
 
 
 def _interval_s() -> float:
-    """What is configured; a wrong value must not keep the api-server from starting."""
+    """Return the configured interval; an invalid value must not keep the api-server from starting."""
     given = conf.get("elasticflow", "owners_interval_s", fallback=str(_DEFAULT_EVERY_S))
     try:
         every_s = float(given)

@@ -1,1 +1,1 @@
-"""The runs that are still to come: told to the service, or asked about before a DAG is merged."""
+"""Future runs: reported to the service, or forecast before a DAG is merged."""

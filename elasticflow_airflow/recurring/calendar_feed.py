@@ -1,9 +1,9 @@
-"""Tells the service when the runs of all elastic tasks are due: for a cron task beside the scheduler or the api-server.
+"""Reports to the service when the runs of all elastic tasks are due; for a cron task beside scheduler or api-server.
 
-A submission says when its own task is due next; this also knows of tasks that have not run for long, of DAGs that were
-paused, changed or deleted. One cannot replace the other: a submission needs nobody to set up a cron task, and a task
-may not read the metadata database, which alone knows of all DAGs. Both ask :mod:`timetables`, and the service takes
-both in by one rule (``replace_due`` in the service).
+A submission reports when its own task is due next. This module also covers tasks that have not run for a long time, and
+DAGs that were paused, changed or deleted. Neither can replace the other: a submission needs no cron task to be set up,
+and a task may not read the metadata database, which alone knows all DAGs. Both use :mod:`timetables`, and the service
+applies the same rule to both (``replace_due`` in the service).
 
 Reads Airflow's metadata database (serialized DAGs; no DAG file is imported).
 """
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FIELDS = frozenset({"global_batch_size", "latest_deadline", "elasticflow_conn_id"})
-"""Template fields by which an elastic task is known: subclasses and decorated functions have names of their own."""
+"""Template fields that identify an elastic task, since subclasses and decorated functions have other class names."""
 _DEFAULT_CONN_ID = "elasticflow_default"
 _DAGS_AT_ONCE = 100
 _TASKS_AT_ONCE = 250
-"""With all their runs, this is what the service takes in at once."""
+"""Number of tasks, with all their runs, that the service accepts in one request."""
 _MOST_INDEXES = 1000
 
 
@@ -54,13 +54,13 @@ class ElasticTaskOfDag:
 
     @property
     def names_service(self) -> bool:
-        """Whether its connection is known before a run; where it is a template, it is not."""
+        """Whether the task's connection is known before a run, so not a template."""
         return "{{" not in self.conn_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDue:
-    """When the runs of an elastic task are due; none for a paused DAG."""
+    """The due times of an elastic task's runs; none for a paused DAG."""
 
     dag_id: str
     task_id: str
@@ -69,17 +69,17 @@ class TaskDue:
     due: tuple[datetime, ...]
 
     def names(self) -> set[str]:
-        """Its instances as the service names them."""
+        """Return the names of the task's instances, as the service writes them."""
         name = f"{self.dag_id}.{self.task_id}"
         return {name if index < 0 else f"{name}[{index}]" for index in self.map_indexes}
 
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What is due, and what could not be told.
+    """The tasks that are due, and those that could not be determined.
 
-    ``unsure``: (dag_id, task_id) of tasks that are there, of which cannot be said here when or where they are due.
-    ``former``: connections of DAGs that are no more, whose services may still expect their runs.
+    ``unsure``: (dag_id, task_id) of existing tasks whose due times or service are unknown here. ``former``: connections
+    of deleted DAGs, whose services may still expect their runs.
     """
 
     read_at: datetime
@@ -91,9 +91,9 @@ class Found:
 
 @dataclass(slots=True, kw_only=True)
 class Told:
-    """The answers of the services that were told, and what went wrong with the others; by connection.
+    """The responses of the services that were reached, and the errors of the others, by connection.
 
-    ``leftovers``: with those that only DAGs named that are no more.
+    ``leftovers``: errors of connections that only deleted DAGs refer to.
     """
 
     answers: dict[str, CalendarAnswer] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Told:
     leftovers: dict[str, Exception] = field(default_factory=dict)
 
     def warnings(self) -> list[str]:
-        """What to say of leftovers: nobody is missed there."""
+        """Return warnings on leftovers, which are not errors."""
         return [
             f"{conn_id}: only DAGs that are no more name it, and it was not told: {error}"
             for conn_id, error in self.leftovers.items()
@@ -109,7 +109,7 @@ class Told:
 
 
 def elastic_tasks(serialized: Mapping[str, Any]) -> list[ElasticTaskOfDag]:
-    """The elastic tasks of a serialized DAG, without deserializing it."""
+    """Return the elastic tasks of a serialized DAG, without deserializing it."""
     found: list[ElasticTaskOfDag] = []
     for entry in serialized.get("dag", {}).get("tasks", ()):
         task = entry.get("__var", entry)
@@ -123,7 +123,7 @@ def elastic_tasks(serialized: Mapping[str, Any]) -> list[ElasticTaskOfDag]:
 
 
 def read_elastic_tasks(session: Session, dag_ids: Sequence[str]) -> Iterator[tuple[Any, list[ElasticTaskOfDag]]]:
-    """The newest serialized DAG of each id that has elastic tasks, and those; some DAGs at a time."""
+    """Yield the newest serialized DAG of each id that has elastic tasks, with these tasks; reads DAGs in batches."""
     from airflow.models.serialized_dag import SerializedDagModel
 
     for some in _chunks(dag_ids, _DAGS_AT_ONCE):
@@ -139,7 +139,7 @@ def find_due_runs(
     window: timedelta = CALENDAR_WINDOW,
     dag_ids: Sequence[str] | None = None,
 ) -> Found:
-    """Look up when the elastic tasks of all DAGs, or of these, are due from ``now`` on. Reads only."""
+    """Find when the elastic tasks of all DAGs, or of ``dag_ids``, are due from ``now`` on. Read-only."""
     from airflow.models.dag import DagModel
     from sqlalchemy import select
 
@@ -178,10 +178,10 @@ def find_due_runs(
 def feed_services(
     found: Found, post: Callable[[str, Callable[[str], CalendarRequest]], CalendarAnswer], *, whole: bool
 ) -> Told:
-    """Send what is due to the services, by connection; a service that is away keeps no other from being told.
+    """Send the due runs to the services, by connection; an unavailable service does not affect the others.
 
-    ``post`` sends a request, made for the namespace of a connection, to the service of that connection. ``whole``:
-    these are the tasks of all DAGs, so that the services forget the others of the same namespace.
+    ``post`` sends a request, built for the namespace of a connection, to the service of that connection. ``whole``:
+    these are the tasks of all DAGs, so the services forget any others in the same namespace.
     """
     from airflow.sdk.exceptions import AirflowException
 
@@ -200,10 +200,10 @@ def feed_services(
 
 
 def feed_calendar(*, now: datetime | None = None, window: timedelta = CALENDAR_WINDOW) -> dict[str, CalendarAnswer]:
-    """Find what is due and tell the services: what ``airflow elasticflow feed`` does; the answers by connection.
+    """Find the due runs and send them to the services, like ``airflow elasticflow feed``.
 
-    Where the metadata database can be read, so not in a task. Raises ElasticFlowError when a service is away, once the
-    others have been told.
+    Returns the responses by connection. Requires access to the metadata database, so it does not work in a task. Raises
+    ElasticFlowError if a service is unavailable, after all others have been updated.
     """
     from airflow.utils.session import create_session
 
@@ -241,15 +241,16 @@ def _feed_service(
         answer = post(lambda namespace, some=some: _request(namespace, some))  # type: ignore[misc]  # bound
         taken += answer.taken
         unknown += answer.unknown
-    if whole:  # only now: what one of the requests above names is known to be there
+    if whole:  # last, so that the tasks that the requests above name are known to exist
         forgotten = post(lambda namespace: _nothing_else(namespace, found, its)).forgotten
     return CalendarAnswer(taken=taken, unknown=unknown, forgotten=forgotten)
 
 
 def _nothing_else(namespace: str, found: Found, its: Sequence[TaskDue]) -> CalendarRequest:
-    """Say that a namespace has no other tasks than these, and those that other connections know of.
+    """Build the request that a namespace has no other tasks than these and those of other connections.
 
-    Two connections may name one service, under any two addresses: what one of them tells must not undo the other's.
+    Two connections may refer to the same service under different addresses; the report of one must not undo that of the
+    other.
     """
     mine = {(task.dag_id, task.task_id) for task in its if len(task.map_indexes) < _MOST_INDEXES}
     others = {(task.dag_id, task.task_id) for task in found.tasks} | {*found.unsure}
@@ -265,7 +266,7 @@ def _nothing_else(namespace: str, found: Found, its: Sequence[TaskDue]) -> Calen
 
 
 def _former_connections(session: Session) -> set[str]:
-    """The connections of the elastic tasks of DAGs that are no more."""
+    """Return the connections of the elastic tasks of deleted DAGs."""
     from airflow.models.dag import DagModel
     from sqlalchemy import select
 
@@ -290,7 +291,7 @@ def _request(namespace: str, some: Sequence[tuple[TaskDue, int]]) -> CalendarReq
 
 
 def _due(dag: Any, model: Any, now: datetime, until: datetime) -> tuple[datetime, ...]:
-    """When the runs of a DAG are due; Airflow's own next one counts, as it knows how the last one went."""
+    """Return when the runs of a DAG are due. Starts from Airflow's own next run, which takes past runs into account."""
     if model.is_paused or not recurs(dag.timetable):
         return ()
     first = model.next_dagrun_create_after
@@ -318,7 +319,7 @@ def _due(dag: Any, model: Any, now: datetime, until: datetime) -> tuple[datetime
 
 
 def _map_indexes(session: Session, dag_id: str, task_id: str) -> tuple[int, ...]:
-    """The map indexes of a mapped task in its newest run: the best guess at those of the next."""
+    """Return the map indexes of a mapped task in its newest run, the best guess for the next run."""
     from airflow.models.dagrun import DagRun
     from airflow.models.taskinstance import TaskInstance
     from sqlalchemy import select

@@ -1,7 +1,7 @@
-"""The runs that the DAGs of a file will have, as submissions that ``airflow elasticflow forecast`` asks about.
+"""The future runs of the DAGs in a file, as submissions for ``airflow elasticflow forecast``.
 
-Reads DAG files and the training code beside them; needs no metadata database, no scheduler and no run. What only a
-run knows (an XCom, say) is left out where a forecast does not need it, and named where it does.
+Reads DAG files and the training code beside them; needs no metadata database, no scheduler and no run. A value that
+only a run can provide (such as an XCom) is left out if a forecast does not need it, and reported if it does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from elasticflow_airflow.waiting.task_memory import TaskMemory
 log = logging.getLogger(__name__)
 
 MOST_RUNS = 500
-"""So many planned runs at most are asked about at once."""
+"""Maximum number of planned runs in one forecast request."""
 _MOST_MAPPED = 100
 
 
@@ -48,12 +48,12 @@ class BadDagFileError(ValueError):
 
 
 class NeedsARunError(ValueError):
-    """A template that asks for what only a run has."""
+    """A template that needs a value that only a run has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown:
-    """A task, or one of its runs, of which nothing can be said before it runs."""
+    """A task, or one of its runs, that cannot be forecast before it runs."""
 
     task: str
     reason: str
@@ -62,7 +62,7 @@ class Unknown:
 
 @dataclass(slots=True, kw_only=True)
 class PlannedRuns:
-    """The runs that are due, by connection; what nobody can say; and the tasks that are best effort anyway."""
+    """The due runs by connection, the tasks that cannot be forecast, and the best-effort tasks."""
 
     runs: dict[str, list[PlannedRun]] = field(default_factory=dict)
     unknown: list[Unknown] = field(default_factory=list)
@@ -71,7 +71,7 @@ class PlannedRuns:
 
 
 def read_dags(files: Sequence[str]) -> list[DAG]:
-    """The DAGs of these files. Raises BadDagFileError with Airflow's import errors."""
+    """Return the DAGs of these files. Raises BadDagFileError with Airflow's import errors."""
     from airflow.dag_processing.dagbag import DagBag
 
     dags: list[DAG] = []
@@ -89,7 +89,7 @@ def read_dags(files: Sequence[str]) -> list[DAG]:
 
 
 def connections_of(dags: Sequence[DAG]) -> set[str]:
-    """The connections that the elastic tasks of some DAGs name; a template's is known once it is rendered."""
+    """Return the connections that the DAGs' elastic tasks refer to, except templates, which are rendered later."""
     found: set[str] = set()
     for task in (task for dag in dags for task in dag.tasks if issubclass(_kind_of(task), ElasticTrainOperator)):
         given = task.partial_kwargs if isinstance(task, MappedOperator) else vars(task)
@@ -100,9 +100,10 @@ def connections_of(dags: Sequence[DAG]) -> set[str]:
 
 
 def plan(dags: Sequence[DAG], *, namespaces: Mapping[str, str], now: datetime, window: timedelta) -> PlannedRuns:
-    """The runs of all elastic tasks that are due from ``now`` on. ``namespaces`` by connection id; "" for the others.
+    """Return the runs of all elastic tasks that are due from ``now`` on, within ``window``.
 
-    Raises BadDagFileError for a task that could not be submitted as it is.
+    ``namespaces`` maps connection ids to namespaces; "" is the key for all others. Raises BadDagFileError for a task
+    that could not be submitted as it is.
     """
     made = PlannedRuns()
     for dag in dags:
@@ -120,13 +121,13 @@ def plan(dags: Sequence[DAG], *, namespaces: Mapping[str, str], now: datetime, w
 
 
 def _kind_of(task: Any) -> type[Any]:
-    """The class of a task's operator, mapped or not."""
+    """Return the class of a task's operator, mapped or not."""
     kind: type[Any] = task.operator_class if isinstance(task, MappedOperator) else type(task)
     return kind
 
 
 def _operators_of(task: Any) -> list[tuple[int, ElasticTrainOperator]] | str | None:
-    """The elastic tasks that a task stands for, by map index; or why that cannot be said; None: not elastic."""
+    """Return the elastic tasks of a task by map index, or why they are unknown; None if it is not elastic."""
     kind = _kind_of(task)
     if not issubclass(kind, ElasticTrainOperator):
         return None
@@ -141,7 +142,7 @@ def _operators_of(task: Any) -> list[tuple[int, ElasticTrainOperator]] | str | N
 
 
 def _expanded(task: MappedOperator) -> Iterator[dict[str, Any]]:
-    """What ``expand(...)`` gives each instance, where that is written in the DAG file."""
+    """Yield the arguments of each instance if ``expand(...)`` has literal values. Raises NeedsARunError otherwise."""
     value = getattr(task.expand_input, "value", None)
     if isinstance(value, Mapping) and all(isinstance(one, (list, tuple, dict)) for one in value.values()):
         columns = [list(one.items() if isinstance(one, dict) else one) for one in value.values()]
@@ -215,13 +216,16 @@ def _facts(dag: DAG, task: ElasticTrainOperator, run: KnownRun, map_index: int, 
         attempt=1,
         max_tries=0,
         is_dag_test=False,
-        replays=True,  # nothing is told to the calendar
+        replays=True,  # so that nothing is reported to the calendar
         has_history=False,
     )
 
 
 def _rendered(operator: ElasticTrainOperator, dag: DAG, run: KnownRun) -> tuple[ElasticTrainOperator, dict[str, Any]]:
-    """A copy with the arguments that a forecast needs, rendered; what it does not need is left out."""
+    """Return a copy of the operator with the arguments that a forecast needs, rendered, and its given arguments.
+
+    Arguments that a forecast does not need are left out.
+    """
     task = copy.copy(operator)
     given = dict(operator._given)
     context = _context(operator, dag, run)
@@ -236,9 +240,9 @@ def _rendered(operator: ElasticTrainOperator, dag: DAG, run: KnownRun) -> tuple[
         except NeedsARunError as error:
             if FORECAST[name] == "needed":
                 raise NeedsARunError(f"{name}={value!r} {error}") from None
-            _set(task, given, name, None)  # the service knows how long the last run was
+            _set(task, given, name, None)  # the service knows the length of the last run
             if name == "latest_deadline":
-                _put(task, "on_reject", "fail")  # nothing later than the deadline is known to do
+                _put(task, "on_reject", "fail")  # no later deadline is known to be acceptable
         except Exception as error:
             raise NeedsARunError(f"{name}={value!r} cannot be rendered before a run: {error!r}") from error
     _put(task, "secret_env", None)
@@ -305,7 +309,7 @@ def _macros() -> Any:
 
 
 def trimmed(made: PlannedRuns) -> tuple[PlannedRuns, int]:
-    """The plan with at most as many runs per connection as may be asked about at once, and how many are left out."""
+    """Return the plan with at most MOST_RUNS runs per connection, and the number of runs left out."""
     kept = {conn_id: sorted(runs, key=lambda run: run.due_at)[:MOST_RUNS] for conn_id, runs in made.runs.items()}
     left_out = sum(len(runs) - len(kept[conn_id]) for conn_id, runs in made.runs.items())
     return PlannedRuns(runs=kept, unknown=made.unknown, best_effort=made.best_effort, tasks=made.tasks), left_out

@@ -1,7 +1,7 @@
 """What a training script imports: ``from elasticflow_airflow import runtime``; then ``runtime.init()``.
 
-Importing this package costs nothing; torch is imported by ``init``. Training interpreters need torch and this folder,
-nothing else of the project.
+Importing this package is cheap; torch is only imported by ``init``. Training interpreters need torch and this folder,
+but nothing else of the project.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A torchrun agent under a supervisor: stock torchrun, tied to its parent, whose worker's exit code is kept on disk.
+"""A torchrun agent under a supervisor: stock torchrun that dies with its parent and writes its worker's exit code.
 
 Run as ``python -m elasticflow_airflow.runtime.agent RESULT_FILE TORCHRUN_ARGUMENTS...``. May import torch and the
 standard library only; it runs in the user's training interpreter.
@@ -16,25 +16,26 @@ from elasticflow_airflow.runtime.process.parent_tie import PARENT_ENV, die_with_
 from elasticflow_airflow.runtime.protocol import write_json_atomic
 
 CORES_ENV = "ELASTICFLOW_CORES"
-"""Environment variable: the cores of this worker's slot, as "0,1"; empty: no pinning."""
+"""Environment variable: the cores of this worker's slot, as in "0,1"; empty disables pinning."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run torchrun with the arguments after the first, which names the file for the result."""
+    """Run torchrun with all arguments but the first, which is the result file; return the exit status."""
     die_with_parent(int(os.environ[PARENT_ENV]))
     pin_to_cores(os.environ.get(CORES_ENV, ""))
-    # The trainer's parent is this process.
+    # The trainer is tied to this process, its parent.
     os.environ[PARENT_ENV] = str(os.getpid())
     result_file, torchrun_arguments = Path(arguments[0]), arguments[1:]
-    # Where torchrun copies the first error to; without it, it complains in the worker's log. The trainer gets its own.
+    # Torchrun copies the first error to this file and complains in the worker's log if it is not set. The trainer gets
+    # a file of its own.
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(result_file.with_suffix(".error.json"))
-    # Torchrun asks for the full host name at each of its events; without reverse DNS each answer takes 10 s.
+    # Torchrun resolves the full host name at each event; without reverse DNS each lookup takes 10 s.
     host = socket.gethostname()
     socket.getfqdn = lambda name="": name or host
 
     if "LOGLEVEL" not in os.environ:
-        # What torchrun says of a failed worker would bury the script's own traceback, and saying it costs 2 s: torch's
-        # log formatter imports half of torch. The supervisor says the same in a line.
+        # Torchrun's log of a failed worker would bury the script's own traceback, and writing it takes 2 s, because
+        # torch's log formatter imports half of torch. The supervisor logs the same in one line.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -1,8 +1,8 @@
 """First code of a trainer process: ties it to its agent, then runs the user's script or module as ``__main__``.
 
-Run by torchrun as ``python -m elasticflow_airflow.runtime.bootstrap``. What it learns of the script's end that nobody
-else can know (out of memory, the exception) it reports before it leaves. May import torch and the standard
-library only, and torch only when it is there already: threads and cores are set before.
+Run by torchrun as ``python -m elasticflow_airflow.runtime.bootstrap``. Before it exits it reports causes of the
+script's end that only this process knows (out of memory, the exception). May import torch and the standard library
+only, and torch only if it is already imported: threads and cores must be set before.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from elasticflow_airflow.runtime.protocol import (
 )
 
 TRAINER_FILE_ENV = "ELASTICFLOW_TRAINER_FILE"
-"""Environment variable: where to write this process's pid, so that the supervisor can signal it."""
+"""Environment variable: file for this process's pid, so that the supervisor can signal it."""
 
 session_initialised = False
-"""Set by the session when a script calls ``init``: tells session scripts from plain ones."""
+"""Set by the session when a script calls ``init``: distinguishes session scripts from plain ones."""
 
 leave_abruptly = False
-"""Set by the session: a thread is blocked for good in an operation with a dead worker; no destructor may run."""
+"""Set by the session if a thread is blocked forever in an operation with a dead worker; no destructor may run then."""
 
 current_step = 0
-"""Kept by the session: the last completed step, for reports written on the way out."""
+"""The last completed step, updated by the session, for reports written at exit."""
 
 SAY_AFTER_S, END_AFTER_S = 3.0, 45.0
-"""How long after its last line a script may take to leave: before that is said, and before it is done for it."""
+"""Seconds after the script's end until a process that has not exited is reported, and until it is forced to exit."""
 
 _OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
@@ -66,14 +66,14 @@ _OUT_OF_MEMORY_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the memory of device or host did not suffice."""
+    """Return whether an exception means that the device or the host ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 def main() -> int:
-    """Run the script; returns the exit status."""
+    """Run the script; return the exit status."""
     die_with_parent(int(os.environ.pop(PARENT_ENV)))
     if multiprocessing.parent_process() is not None:
         _be_as_if_new()
@@ -86,7 +86,7 @@ def main() -> int:
     worker_id = os.environ[WORKER_ENV]
     plan = Membership.read(Path(session.incarnation_dir))
     if plan is not None and plan.rank_of(worker_id) is None:
-        return 0  # The plan moved on while torchrun started this process: there is nothing to save yet.
+        return 0  # The plan has changed since torchrun started this process; there is nothing to save yet.
     stacks.register(stacks_path(Path(session.incarnation_dir), worker_id))
     _tell_if_it_uses_session(session, worker_id)
     exit_status = _run_to_end(session, worker_id)
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def _run_to_end(session: SessionConfig, worker_id: str) -> int:
-    """Run the script, and report what only this process knows of its end; returns the exit status."""
+    """Run the script, and report how it ended as far as only this process knows; return the exit status."""
     try:
         run_script(session)
     except SystemExit as leaving:
@@ -107,7 +107,7 @@ def _run_to_end(session: SessionConfig, worker_id: str) -> int:
         sys.stderr.write(f"{leaving.code}\n")
         _report_end(session, worker_id, ReportKind.FAILED, str(leaving.code), leaving)
         return 1
-    except BaseException as error:  # noqa: BLE001  (whatever it is, it ends the script and is reported)
+    except BaseException as error:  # noqa: BLE001  (any exception ends the script and is reported)
         _report_failure(session, worker_id, error)
         return 1
     _tell_if_untrained(session, worker_id)
@@ -115,7 +115,7 @@ def _run_to_end(session: SessionConfig, worker_id: str) -> int:
 
 
 def _insist_on_end(exit_status: int) -> None:
-    """Leave although something that the script has started does not end: Python would wait for it for ever."""
+    """Force the process to exit if something that the script started does not end: Python would wait forever."""
     time.sleep(SAY_AFTER_S)
     processes = [str(child.pid) for child in multiprocessing.active_children() if not child.daemon]
     threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
@@ -136,7 +136,7 @@ def _say(message: str) -> None:
 
 
 def _take_place_in_world() -> None:
-    """Tell the script its rank among all workers: torchrun's agent knows of this one alone."""
+    """Set the script's rank and world size among all workers: torchrun's agent knows only this worker."""
     world = os.environ.pop(WORLD_ENV, None)
     if world:
         rank, size = world.split(",")
@@ -147,7 +147,7 @@ def _take_place_in_world() -> None:
 
 
 def _be_as_if_new() -> None:
-    """Forked from its agent: undo what a fresh interpreter would not have."""
+    """Reset state inherited by the fork from the agent, to that of a fresh interpreter."""
     if os.getpgid(0) != os.getpid():
         os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -155,14 +155,14 @@ def _be_as_if_new() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit._clear()
     if "numpy.random" in sys.modules:
-        # Python reseeds its own generator after a fork, numpy does not: all workers would draw the same.
+        # Python reseeds its own generator after a fork, but numpy does not: all workers would draw the same numbers.
         import numpy
 
         numpy.random.seed()
 
 
 def _run_exit_functions() -> None:
-    """What the script registered with atexit: a forked process leaves without it."""
+    """Run the functions that the script registered with atexit, since a forked process exits without them."""
     if multiprocessing.parent_process() is not None or leave_abruptly:
         atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -170,7 +170,7 @@ def _run_exit_functions() -> None:
 
 
 def run_script(session: SessionConfig) -> None:
-    """Run the user's code as ``python script args`` or ``python -m module args`` would, from the snapshot."""
+    """Run the user's code from the snapshot, like ``python script args`` or ``python -m module args``."""
     code_dir = Path(session.code_dir)
     os.chdir(session.working_dir or code_dir)
     if session.script is not None:
@@ -186,13 +186,13 @@ def run_script(session: SessionConfig) -> None:
 
 
 def _comes_from_runtime(error: BaseException) -> bool:
-    """Whether a session itself ends the script, rather than the script."""
+    """Return whether the session, and not the script's own code, raised the exception that ends the script."""
     *_, innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return Path(innermost.f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _tell_if_it_uses_session(session: SessionConfig, worker_id: str) -> None:
-    """Report it before the script runs: one that leaves by ``os._exit(0)`` says nothing of what it has not done."""
+    """Report before the script runs whether it uses a session: after ``os._exit(0)`` it could not report anything."""
     if os.environ.get("RANK", "0") != "0":
         return
     code_dir = Path(session.code_dir)
@@ -203,12 +203,12 @@ def _tell_if_it_uses_session(session: SessionConfig, worker_id: str) -> None:
         report = Report(
             kind=ReportKind.USES_SESSION, generation=generation, worker_id=worker_id, rank=0, step=current_step
         )
-        with contextlib.suppress(OSError):  # A full disk: whoever trains says so.
+        with contextlib.suppress(OSError):  # A full disk is reported once training begins.
             append_report(path, report)
 
 
 def _tell_if_untrained(session: SessionConfig, worker_id: str) -> None:
-    """Report a script that means to train with a session, and ended with status 0 before its first step."""
+    """Report a script that uses a session but ended with status 0 before its first step."""
     if os.environ.get("RANK", "0") != "0":
         return
     path = report_path(Path(session.incarnation_dir), int(os.environ[GENERATION_ENV]), worker_id)
@@ -235,7 +235,7 @@ def _report_untrained(path: Path, worker_id: str, when: str) -> None:
 
 
 def _imports_runtime(code_dir: Path) -> bool:
-    """Whether any of the user's modules that were loaded says so, also within a function that was never called."""
+    """Return whether any loaded module of the user imports the runtime, even in a function that was never called."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())} | {sys.argv[0]}
     mine = [Path(file) for file in files if file and Path(file).suffix == ".py" and code_dir in Path(file).parents]
     return any(names_runtime(path) for path in mine)
@@ -251,7 +251,7 @@ def _report_end(session: SessionConfig, worker_id: str, kind: ReportKind, messag
     generation = int(os.environ[GENERATION_ENV])
     path = report_path(Path(session.incarnation_dir), generation, worker_id)
     try:
-        # The session may have said it already, and knows more (the micro-batch, "nan_loss").
+        # The session may already have reported it with more detail (the micro-batch, "nan_loss").
         if not any(report.kind in (kind, ReportKind.FAILED) for report, _ in read_reports(path)):
             report = Report(
                 kind=kind,
@@ -277,7 +277,7 @@ def _print_users_traceback(error: BaseException) -> None:
 
 
 def _write_error_file(message: str, error: BaseException) -> None:
-    """Write torchrun's error file, so that its own summary names the cause as well."""
+    """Write torchrun's error file, so that torchrun's summary names the cause, too."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         callstack = "".join(traceback.format_exception(error))
@@ -286,7 +286,7 @@ def _write_error_file(message: str, error: BaseException) -> None:
 
 
 if __name__ == "__main__":
-    # Through the import, so that the session sets the flags of the same module object.
+    # Import this module, so that the session sets the flags of the same module object.
     from elasticflow_airflow.runtime import bootstrap
 
     exit_status = bootstrap.main()

@@ -1,4 +1,4 @@
-"""Where ``checkpoints/checkpoint.py`` was once: workers of such a release look for it here, late in their lives."""
+"""Old location of ``checkpoints/checkpoint.py``: running workers of an earlier release still import it from here."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m elasticflow_airflow.runtime.consistency_check train.py --global-batch-size 32 [-- script arguments]
 
-Trains the first steps of the script, once for each number of workers, and compares the weights, tensor by tensor, bit
-for bit. What it finds is mostly an operator that is not deterministic, a draw that depends on rank or time, or state
+Trains the first steps of the script once for each number of workers, and compares the weights tensor by tensor, bit for
+bit. Typical causes of differences are nondeterministic operators, random numbers that depend on rank or time, and state
 that the script did not register. May import torch and the standard library only.
 """
 
@@ -38,7 +38,7 @@ from elasticflow_airflow.runtime.stores.manifest import CheckpointError, list_ca
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check; exit status 0: the same, 1: not the same, 2: the script failed."""
+    """Run the check; return exit status 0 for equal weights, 1 for different ones, 2 if the script failed."""
     parser = argparse.ArgumentParser(prog="consistency_check", description=__doc__.splitlines()[0])
     parser.add_argument("script", type=Path)
     parser.add_argument("script_arguments", nargs="*", help="after --: arguments of the script")
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: SessionConfig, size: int) -> dict[str, str]:
-    """Train, and return the digest of each tensor of the model. Raises RuntimeError when the script fails."""
+    """Train, and return the digest of each tensor of the model. Raises RuntimeError if the script fails."""
     folder = Path(config.incarnation_dir)
     config.write()
     members = [Member(worker_id=f"w{r}", rank=r, node_id="here", slot_index=r) for r in range(size)]

@@ -1,4 +1,4 @@
-"""Where a session runs: alone, under a bare torchrun, or under the service. Decided once, from the environment."""
+"""Context of a session: alone, under a bare torchrun, or under the service; detected once from the environment."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from elasticflow_airflow.runtime.stores.open_store import open_store
 from elasticflow_airflow.runtime.stores.store import is_remote
 
 CHECKPOINT_DIR_ENV = "ELASTICFLOW_CHECKPOINT_DIR"
-"""Environment variable: where a session that runs alone keeps its checkpoints."""
+"""Environment variable: checkpoint folder or URL of a session that runs alone."""
 DEFAULT_CHECKPOINT_DIR = "elasticflow-checkpoints"
 
 
 @dataclass(slots=True)
 class Context:
-    """What the environment says of this process. ``managed``: under the service, which promotes checkpoints.
+    """Settings of this process from its environment.
 
-    ``submitted``: what was submitted wins over what the script says; under the service, and where its run is repeated.
+    ``managed`` is True under the service, which promotes checkpoints. ``submitted`` means that submitted settings
+    override those of the script: under the service, and where a run of the service is repeated.
     """
 
     config: SessionConfig
@@ -42,13 +43,13 @@ class Context:
     worker_id: str
     generation: int
     checkpoints: Path | str
-    """Folder, or fsspec URL."""
+    """Checkpoint folder or fsspec URL."""
     reporter: Reporter
     _plan_stamp: tuple[int, int] | None = None
     _told_to_leave: bool = False
 
     def told_to_leave(self) -> bool:
-        """Whether the membership plan asks this worker to save and leave. Costs one ``stat`` while nothing changes."""
+        """Return whether the plan asks this worker to save and exit. Needs one ``stat`` while nothing changes."""
         if not self.managed or self._told_to_leave:
             return self._told_to_leave
         folder = Path(self.config.incarnation_dir)
@@ -68,9 +69,9 @@ class Context:
 
 
 def detect(checkpoint_dir: Path | str | None = None) -> Context:
-    """Read the environment, and find out before the training, not after it, that checkpoints cannot be written.
+    """Read the environment, and check before the training that checkpoints can be written.
 
-    Raises ValueError when the service's session file is missing or damaged, CheckpointError where nothing can be saved.
+    Raises ValueError if the service's session file is missing or damaged, CheckpointError if nothing can be saved.
     """
     session_file = os.environ.get(SESSION_ENV)
     if session_file:
@@ -97,7 +98,7 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
         managed=False,
         submitted=bool(repeated),
         worker_id=f"rank-{os.environ.get('RANK', '0')}",
-        # Each run alone is a generation: it never overwrites what one before has left.
+        # Each run alone is a new generation, so that it never overwrites checkpoints of an earlier run.
         generation=0 if newest is None else newest + 1,
         checkpoints=checkpoints,
         reporter=ConsoleReporter(),
@@ -105,7 +106,7 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
 
 
 def _submitted_elsewhere() -> dict[str, Any]:
-    """What was submitted of the training that this one repeats; empty: it repeats none. Raises ValueError."""
+    """Return the submitted settings of the training that this one repeats, else an empty dict. Raises ValueError."""
     text = os.environ.get(SUBMITTED_ENV)
     if not text:
         return {}
@@ -120,11 +121,11 @@ def _submitted_elsewhere() -> dict[str, Any]:
 
 
 def _try_to_write(checkpoints: Path | str, named: str) -> None:
-    """Make a file where checkpoints will be, or where their folder will. Raises CheckpointError, with what chose it."""
+    """Create a test file in the checkpoint folder, or where that will be. Raises CheckpointError naming the setting."""
     store = open_store(checkpoints)
     try:
         store.try_writing()
-    except Exception as error:  # Each store has errors of its own.
+    except Exception as error:  # Each store has its own exceptions.
         reason = getattr(error, "strerror", None) or str(error) or repr(error)
         by, advice = f" by uid {os.getuid()}", "Choose another folder, or make this one writable"
         if isinstance(checkpoints, str):

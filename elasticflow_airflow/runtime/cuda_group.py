@@ -1,4 +1,4 @@
-"""Where ``gang/cuda_group.py`` was once: workers of such a release look for it here, late in their lives."""
+"""Old location of ``gang/cuda_group.py``: running workers of an earlier release still import it from here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""For processes of an earlier release that import late from this one, whose folder has taken the other's place.
+"""Support for processes of an earlier release that import modules after an upgrade has replaced the package's folder.
 
-A trainer that has begun keeps what it has: new modules that it asks for work with the old ones that it knows. A fork of
-a process that has only prepared itself (the fork server, the warm pool) forgets what it has not used, and imports all
-of it anew. May import the standard library only.
+A trainer that has begun keeps its loaded modules, and new modules that it imports must work with them. A fork of a
+process that has only preloaded modules (the fork server, the warm pool) unloads those it has not used, and imports all
+of them again. May import the standard library only.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import sys
 
 _RUNTIME = "elasticflow_airflow.runtime"
 _KEPT = {"manifest": "stores.manifest", "retrying": "stores.retrying", "storage": "stores.store"}
-"""Old modules whose classes a running trainer tells apart, and what they are called now."""
+"""Old modules whose classes must keep their identity in a running trainer, with their current names."""
 _ONLY_BEFORE = "machinery"
-"""Every session imported it, and no release does any more."""
+"""Module that every session of earlier releases imported, and that no longer exists."""
 _IN_USE = (_RUNTIME, f"{_RUNTIME}.bootstrap", f"{_RUNTIME}.transformers", f"{_RUNTIME}.lightning", __name__)
-"""What a process uses before it has a session, and who asks."""
+"""Modules in use before a process has a session, and the modules that call this one."""
 
 
 def keep() -> None:
-    """Let new modules find the old ones in memory, where a process has them; else do nothing."""
+    """Register loaded old modules under their new names, for new modules to import; do nothing if there are none."""
     for old, new in _KEPT.items():
         if _is_there(old):
             sys.modules.setdefault(f"{_RUNTIME}.{new}", sys.modules[f"{_RUNTIME}.{old}"])
 
 
 def forget_if_unused() -> None:
-    """Forget an earlier release's session that nobody has begun. Raises ImportError where somebody has."""
+    """Unload an earlier release's session modules if no session has begun. Raises ImportError if one has."""
     if not _is_there(_ONLY_BEFORE):
         return
     if getattr(sys.modules.get(f"{_RUNTIME}.bootstrap"), "session_initialised", False):
@@ -36,6 +36,6 @@ def forget_if_unused() -> None:
 
 
 def _is_there(old: str) -> bool:
-    """Whether the old module is in memory, and not one of today under the old one's name."""
+    """Return whether the old module itself is loaded, not a current module under the old name."""
     module = sys.modules.get(f"{_RUNTIME}.{old}")
     return module is not None and module.__name__ == f"{_RUNTIME}.{old}"

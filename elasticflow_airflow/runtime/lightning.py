@@ -1,7 +1,7 @@
 """PyTorch Lightning: ``Trainer(strategy=ElasticStrategy())`` trains the same bits with any number of workers.
 
 The only module of the runtime that needs Lightning (2.6): ``lightning`` or ``pytorch_lightning``, whichever the script
-imports. Lightning sees one device and one process. Our session deals out the data, runs the logical workers inside
+imports. Lightning sees one device and one process. The session distributes the data, runs the logical workers inside
 ``training_step``, and changes the workers between two batches.
 """
 
@@ -29,6 +29,7 @@ from elasticflow_airflow.runtime.frameworks.lightning_notes import Notes, Record
 from elasticflow_airflow.runtime.gang.process_group import GroupBroken
 from elasticflow_airflow.runtime.samples.sample_order import Batch, ElasticLoader
 from elasticflow_airflow.runtime.session import Session
+from elasticflow_airflow.runtime.session_core import SessionCore
 from elasticflow_airflow.runtime.session_steps import StepHooks
 from elasticflow_airflow.runtime.stepping.optimizer_step import Step
 
@@ -36,7 +37,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _import_lightning() -> Any:
-    """The Lightning of the script: the same library comes under two names, whose classes do not go together."""
+    """Return the Lightning package of the script: the library exists under two names with incompatible classes."""
     for name in _PACKAGES:
         if name in sys.modules:
             return sys.modules[name]
@@ -54,7 +55,7 @@ _SingleDevice: Any = _PL.strategies.SingleDeviceStrategy
 
 @dataclass(eq=False, slots=True)
 class GlobalBatch:
-    """What Lightning's hooks get as ``batch`` in training: one step's, of which this worker has some ``shares``."""
+    """The ``batch`` argument of Lightning's training hooks: one step's batch, with the ``shares`` of this worker."""
 
     batch: Batch
     step: Step
@@ -68,7 +69,7 @@ class GlobalBatch:
 
 
 class _GlobalBatches:
-    """In place of the training DataLoader: one item is one step; asking for it is the step boundary."""
+    """Replaces the training DataLoader: each item is one step, and fetching it is the step boundary."""
 
     def __init__(self, loader: ElasticLoader, begin: Callable[[], GlobalBatch | None]) -> None:
         self._loader, self._begin = loader, begin
@@ -84,11 +85,11 @@ class _GlobalBatches:
 class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two packages it comes from is known at run time
     """Trains a LightningModule elastically: ``Trainer(strategy=ElasticStrategy(), max_epochs=3)``.
 
-    The training DataLoader's ``batch_size`` is the global one, over all workers; under the service what was submitted
-    wins over it and over ``max_epochs`` and ``max_steps``. ``lengths``, one a sample of the training set, puts samples
-    of similar length into the same batch. The other arguments are those of
-    :func:`elasticflow_airflow.runtime.init`. What it cannot train, manual optimisation for one, it refuses with a
-    ValueError or TypeError when ``fit`` begins.
+    The training DataLoader's ``batch_size`` is the global one, over all workers; under the service the submitted
+    settings override it as well as ``max_epochs`` and ``max_steps``. ``lengths``, one number per training sample, puts
+    samples of similar length into the same batch. The other arguments are those of
+    :func:`elasticflow_airflow.runtime.init`. ``fit`` raises ValueError or TypeError at its start for what is not
+    supported, such as manual optimisation.
     """
 
     strategy_name = "elastic"
@@ -113,17 +114,19 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         precision_plugin: Any = None,
     ) -> None:
         self.session = Session(
-            detect(checkpoint_dir),
-            micro_batch_size=micro_batch_size,
-            init_from=init_from,
-            checkpoint_interval_s=checkpoint_interval_s,
-            allow_nonfinite_loss=allow_nonfinite_loss,
-            logical_workers=logical_workers,
-            max_workers=max_workers,
-            threads=threads,
-            consistency=consistency,
-            seed=seed,
-            shard_checkpoints_above_gb=shard_checkpoints_above_gb,
+            SessionCore(
+                detect(checkpoint_dir),
+                micro_batch_size=micro_batch_size,
+                init_from=init_from,
+                checkpoint_interval_s=checkpoint_interval_s,
+                allow_nonfinite_loss=allow_nonfinite_loss,
+                logical_workers=logical_workers,
+                max_workers=max_workers,
+                threads=threads,
+                consistency=consistency,
+                seed=seed,
+                shard_checkpoints_above_gb=shard_checkpoints_above_gb,
+            )
         )
         self._recorder = Recorder()
         self._core = self.session._core
@@ -147,7 +150,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
     # -- before training --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        """Check, build the optimizer, and take over what a checkpoint holds. Raises ValueError and CheckpointError."""
+        """Check the trainer, build the optimizer and restore a checkpoint. Raises ValueError and CheckpointError."""
         if not self._is_fitting:
             super().setup(trainer)
             return
@@ -169,7 +172,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         self._set_position()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Build the optimizer. Raises ValueError for none or several, before Lightning advises what we refuse."""
+        """Build the optimizer. Raises ValueError for none or several, in place of Lightning's advice to use several."""
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
@@ -179,7 +182,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         limits.refuse_optimizers(self.optimizers)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Deal out the training set; every worker goes through all of any other."""
+        """Distribute the training set; every worker iterates over the whole of any other set."""
         if not (self._is_fitting and self._trainer.state.stage == "train"):
             return dataloader
         if self._loader is not None:
@@ -193,7 +196,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         return _GlobalBatches(self._loader, self._begin_step)
 
     def _set_length(self, per_epoch: int) -> None:
-        """Agree with the Trainer on the length: the submitted one, else the Trainer's."""
+        """Set session and Trainer to the same length: the submitted one, else the Trainer's."""
         session, loop = self.session, self._trainer.fit_loop
         if session.config.steps is None and session.config.epochs is None:
             lengths = [loop.max_epochs * per_epoch] if loop.max_epochs not in (None, -1) else []
@@ -202,15 +205,15 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
                 raise ValueError(
                     "ElasticStrategy needs to know how long to train: Trainer(max_epochs=) or (max_steps=)"
                 )
-            session.config = replace(session.config, steps=min(lengths))
+            self._core.config = replace(session.config, steps=min(lengths))
         total = session.total_steps
         loop.max_epochs = -(-total // per_epoch)
         loop.epoch_loop.max_steps = total if total % per_epoch else -1
 
     def on_train_start(self) -> None:
-        """Warm up and join, where others train already."""
+        """Warm up and join if others already train."""
         self._notes.apply()
-        # Lightning would end the training at once; the session leaves with all others, at a step boundary.
+        # Lightning would end the training at once; the session exits with all others, at a step boundary.
         connector = self._trainer._signal_connector
         connector._original_handlers.pop(signal.SIGTERM, None)
         signal.signal(signal.SIGTERM, self._core.on_sigterm)
@@ -220,9 +223,9 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         self._set_position()
 
     def _rehearse_and_join(self) -> None:
-        """The first steps of a process are several times slower: make them before joining, and forget them."""
+        """Do warm-up steps before joining, and discard them: the first steps of a process are several times slower."""
         session = self.session
-        assert self._loader is not None  # fit has set its data up
+        assert self._loader is not None  # fit has set up its data
         while True:
             step = session.step()
             if not self._core.is_rehearsing:
@@ -235,10 +238,10 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
             if hasattr(part, "compute") and hasattr(part, "reset"):
                 part.reset()
 
-    # -- a step, in the order in which Lightning comes by -----------------------------------------------------------
+    # -- a step, in the order of Lightning's calls ------------------------------------------------------------------
 
     def _begin_step(self) -> GlobalBatch | None:
-        """The step boundary: here the training may be saved, change its workers, or be left."""
+        """Begin a step at its boundary, where the training may save, change its workers, or exit."""
         session, loop = self.session, self._trainer.fit_loop
         if self._current is not None:
             raise RuntimeError(
@@ -257,24 +260,24 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         epoch, number = self._core.position()
         self._set_counters(number, session.steps_done)
         loop._data_fetcher.fetched = number
-        assert self._loader is not None  # it has asked for this
+        assert self._loader is not None  # the loader called this
         step.__enter__()
         self._current = GlobalBatch(self._loader.batch(epoch, number), step)
         return self._current
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; a training batch is moved share by share, in the training step."""
+        """Move a batch to the device; a training batch is moved share by share in the training step instead."""
         if isinstance(batch, GlobalBatch):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: GlobalBatch, *args: Any) -> Tensor:
-        """Run this worker's logical workers, forward and backward; returns the loss over the global batch."""
+        """Run forward and backward passes of this process's logical workers; return the loss of the global batch."""
         if batch.gradients is not None:
             raise RuntimeError("the optimizer called its closure twice: it must go through a batch only once a step")
         self._recorder.clear()
         self._backward_all(batch.step, batch.batch, args)
-        # Lightning clears gradients between training_step and backward; there they are put back.
+        # Lightning clears gradients between training_step and backward; backward restores them.
         parameters = list(self.lightning_module.parameters())
         batch.gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -286,7 +289,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         return torch.tensor(batch.step.loss, device=self.root_device)
 
     def backward(self, closure_loss: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Write the gradients, summed over all logical workers."""
+        """Set the parameters' gradients to the sums over all logical workers."""
         if not self._is_fitting or self._current is None or self._current.gradients is None:
             raise RuntimeError("ElasticStrategy.backward() is for the training step's own loss")
         for parameter, gradient in zip(self.lightning_module.parameters(), self._current.gradients, strict=True):
@@ -295,7 +298,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step, and count it."""
+        """Apply the optimizer, and count the step."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         done, self._current = self._current, None
         if done is not None:
@@ -305,13 +308,13 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
     def _backward_all(self, step: Step, batch: Batch, args: tuple[Any, ...]) -> None:
         module, plugin = self.lightning_module, self.precision_plugin
         gradient_step = self._core.gradient_step
-        assert gradient_step is not None  # it has made the step
+        assert gradient_step is not None  # session.step() has created it
         module.zero_grad()
         rehearsing = self.session.is_warming_up
         current, module._current_fx_name = module._current_fx_name, "training_step"
         with self._recorder.listening(module):
             for micro in step.split(batch):
-                assert step._weight is not None  # a micro-batch is under way
+                assert step._weight is not None  # a micro-batch is in progress
                 self._recorder.at(len(gradient_step._losses), step._weight)
                 content = module._on_before_batch_transfer(plugin.convert_input(micro))
                 content = super().batch_to_device(content)
@@ -330,27 +333,27 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
-        """The final checkpoint, with the metrics, becomes the result."""
+        """Finish the session: the final checkpoint, with the metrics, becomes the job's result."""
         metrics = self._trainer.callback_metrics
         self._notes.forget_epoch()
         early = "the Trainer was told to stop" if self._trainer.should_stop else None
         self.session.finish({name: float(value) for name, value in metrics.items()}, early=early)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report what the session reports of a step that fails."""
+        """Pass the exception to the open step, so that the session reports it."""
         failed, self._current = self._current, None
         self._may_agree = False
         if failed is not None and isinstance(exception, Exception):
             failed.step.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self) -> None:
-        """Let go; a training that was complete when it was started is finished here."""
+        """Tear down; a training that was already complete when it started is finished here."""
         if self._is_fitting and self._may_agree and self._core.all_done() and not self._core.finished:
             self._notes.apply()
             self.on_train_end()
         super().teardown()
 
-    # -- what Lightning asks of a strategy ---------------------------------------------------------------------------
+    # -- what Lightning requires of a strategy -----------------------------------------------------------------------
 
     @property
     def is_global_zero(self) -> bool:
@@ -358,11 +361,11 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         return self.session.is_main
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Rank ``src``'s value (anything that JSON can hold), on every worker."""
+        """Return the value of rank ``src`` (anything that JSON can hold) on every worker."""
         return self._exchange(obj)[src]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  (Lightning's name)
-        """Whether all workers, or any, say yes."""
+        """Return whether all workers (or any, without ``all``) decided True."""
         votes = self._exchange(bool(decision))
         return bool(min(votes) if all else max(votes))
 
@@ -394,12 +397,12 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         _CALL._call_lightning_module_hook(self._trainer, name, *args)
 
     def _take_rank(self) -> None:
-        """Who writes and prints may have changed; a joiner that warms up never does."""
+        """Update the rank: which worker writes and prints may have changed. A warming-up worker never does."""
         rank = self.session.rank if self.session.is_main else max(1, self.session.rank)
         self.global_rank = _RANK_ZERO.rank = rank
 
     def _set_position(self) -> None:
-        """Let Lightning's loops be where the session is, before an epoch begins."""
+        """Set Lightning's loops to the session's position, before an epoch begins."""
         epoch, number = self._core.position()
         progress = self._trainer.fit_loop.epoch_progress
         _set(progress.current, epoch)
@@ -407,7 +410,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         self._set_counters(number, self.session.steps_done)
 
     def _set_counters(self, in_epoch: int, steps: int) -> None:
-        """Count as one who was there from the start."""
+        """Set Lightning's counters as if this worker had trained from the start."""
         loop = self._trainer.fit_loop.epoch_loop
         optimizer = loop.automatic_optimization.optim_progress.optimizer
         for progress in (loop.batch_progress, optimizer.step, optimizer.zero_grad):

@@ -1,19 +1,19 @@
-"""Logical workers: how many, and whose they are. May import the standard library only."""
+"""Logical workers: their number, and which worker owns them. May import the standard library only."""
 
 from __future__ import annotations
 
 DEFAULT_LOGICAL_WORKERS = 8
-"""Where nobody says how many, if the global batch can be shared by so many: alone, under torchrun and under the
-service, on every cluster. ``max_workers`` above it raises it."""
+"""Default number, if it divides the global batch; the same alone, under torchrun and under the service, on every
+cluster. A larger ``max_workers`` raises it."""
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether a number is 1, 2, 4, 8, ..."""
+    """Return whether a number is 1, 2, 4, 8, ..."""
     return number >= 1 and number & (number - 1) == 0
 
 
 def largest_power_of_two(number: int, *, dividing: int) -> int:
-    """The largest power of two that is at most ``number`` and divides ``dividing``; at least 1."""
+    """Return the largest power of two that is at most ``number`` and divides ``dividing``; at least 1."""
     size = 1
     while size * 2 <= number and dividing % (size * 2) == 0:
         size *= 2
@@ -23,11 +23,11 @@ def largest_power_of_two(number: int, *, dividing: int) -> int:
 def choose_logical_workers(
     asked: int | None, global_batch_size: int, workers: int, *, consistent: bool, max_workers: int = 1
 ) -> int:
-    """The number of logical workers of a job: a power of two that divides the global batch.
+    """Return the number of logical workers of a job: in consistent mode a power of two that divides the global batch.
 
-    In consistent mode it never changes in the life of the job, and follows from no number of workers but the most that
-    there may ever be; else it is the number of workers.
-    Raises ValueError for one that the global batch or the workers of now do not fit.
+    In consistent mode it never changes during the life of the job, and depends only on the largest number of workers
+    that there may ever be, not on the current one. Otherwise it is the number of workers. Raises ValueError if it does
+    not fit the global batch or the current number of workers.
     """
     if not consistent:
         return workers
@@ -58,6 +58,6 @@ def choose_logical_workers(
 
 
 def owned_by(rank: int, size: int, logical_workers: int) -> range:
-    """The logical workers of one of ``size`` workers: a contiguous part, so that its sums are one subtree."""
+    """Return the logical workers of one of ``size`` workers: a contiguous range, so that its sums form one subtree."""
     each = logical_workers // size
     return range(rank * each, (rank + 1) * each)

@@ -1,18 +1,18 @@
-"""The files through which a supervisor and the workers of a job talk, and nothing else.
+"""File protocol between a supervisor and the workers of a job; they communicate in no other way.
 
-Plain JSON files in the folder of one incarnation: they survive a ``kill -9`` of either side, and need
-neither torch nor pydantic. The standard library is all that this module may import: it is read by the
-service, by the supervisor and by training interpreters that have nothing but torch.
+These are plain JSON files in the folder of one incarnation. They survive a ``kill -9`` of either side and need neither
+torch nor pydantic. This module may import the standard library only: it is used by the service, by the supervisor and
+by training interpreters that have nothing but torch.
 
 Layout of an incarnation's folder::
 
     session.json                     what to train (SessionConfig); written before the first worker starts
-    membership.json                  who trains now (Membership); replaced atomically at each generation
-    rendezvous/g000003.json          address of the store that rank 0's agent holds, for plain torchrun scripts
+    membership.json                  the current workers (Membership); replaced atomically at each generation
+    rendezvous/g000003.json          address of the store that rank 0's agent hosts, for plain torchrun scripts
     rendezvous/g000003-session.json  address of the store where the sessions of a generation form their group
     heartbeats/<worker>.json         {"step", "phase", "at_s"}, about every second
     reports/g000003-<worker>.jsonl   one Report a line, appended by one worker (or for it, by its supervisor)
-    stacks/<worker>.txt              what a worker's threads were doing when it was asked (runtime/process/stacks.py)
+    stacks/<worker>.txt              stacks of a worker's threads, written on request (runtime/process/stacks.py)
     logs/<worker>.log[.N]            standard output and error of one worker
     checkpoints/g000003/step-000000000120/   candidate checkpoint, written by workers of generation 3
     checkpoints/promoted.json        the checkpoint to resume from (Promotion); only the service writes it
@@ -34,17 +34,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SESSION_ENV = "ELASTICFLOW_SESSION"
-"""Environment variable: path of ``session.json``. Absent: the script runs alone or under a bare torchrun."""
+"""Environment variable: path of ``session.json``. If unset, the script runs alone or under a bare torchrun."""
 WORKER_ENV = "ELASTICFLOW_WORKER"
-"""Environment variable: the id of this worker, as in the membership plan."""
+"""Environment variable: the id of this worker in the membership plan."""
 GENERATION_ENV = "ELASTICFLOW_GENERATION"
-"""Environment variable: the generation this worker was started for (the plan may move on)."""
+"""Environment variable: the generation this worker was started for; the plan may have a newer one."""
 
 WORLD_ENV = "ELASTICFLOW_WORLD"
-"""Environment variable: "rank,size" of this worker in the plan that it was started for; torchrun knows only itself."""
+"""Environment variable: "rank,size" of this worker in the plan it was started for; its torchrun knows only itself."""
 
 SUBMITTED_ENV = "ELASTICFLOW_SUBMITTED"
-"""Environment variable: what was submitted of a training that is repeated alone, as JSON; see SUBMITTED_FIELDS."""
+"""Environment variable: submitted settings, as JSON, of a training that is repeated alone; see SUBMITTED_FIELDS."""
 
 SUBMITTED_FIELDS = (
     "steps",
@@ -59,7 +59,7 @@ SUBMITTED_FIELDS = (
     "seed",
     "target_loss",
 )
-"""Of a SessionConfig, what decides on the weights."""
+"""Fields of SessionConfig that determine the weights."""
 
 _LONGEST_LINE_BYTES = 1 << 20
 _LARGEST_FILE_BYTES = 1 << 24
@@ -67,12 +67,12 @@ _MOST_BYTES_A_LOOK = 1 << 24
 
 
 class RescaleMode(StrEnum):
-    """How a job gets from one generation to the next."""
+    """How a job changes from one generation to the next."""
 
     RESTART = "restart"
-    """Everybody saves and leaves with status 0; the next generation resumes from the promoted checkpoint."""
+    """All workers save and exit with status 0; the next generation resumes from the promoted checkpoint."""
     IN_PLACE = "in_place"
-    """Who is in both plans goes on and adopts the new generation."""
+    """Workers that are in both plans continue and adopt the new generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,18 +87,18 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """The membership plan: who trains in ``generation``, in rank order. No members: save and leave."""
+    """The membership plan: the workers of ``generation``, in rank order. No members means save and exit."""
 
     generation: int
     mode: RescaleMode
     members: tuple[Member, ...]
     reason: str = ""
     lost: tuple[str, ...] = ()
-    """Workers of earlier generations that are dead, or hang and are being killed: whoever waits for one of them in a
-    collective gives up at once. Only then: as long as all live, the old generation trains on until the new is ready."""
+    """Workers of earlier generations that are dead, or hang and are being killed. A worker that waits for one of them
+    in a collective aborts it at once. While all live, the old generation trains on until the new one is ready."""
 
     def rank_of(self, worker_id: str) -> int | None:
-        """Rank of a worker in this plan, or None when it is not in it."""
+        """Return the rank of a worker in this plan, or None if it is not in it."""
         return next((m.rank for m in self.members if m.worker_id == worker_id), None)
 
     def write(self, incarnation_dir: Path) -> None:
@@ -107,7 +107,7 @@ class Membership:
 
     @classmethod
     def read(cls, incarnation_dir: Path) -> Membership | None:
-        """Read the current plan; None before the first was written."""
+        """Read the current plan; None before the first one is written."""
         raw = read_json(membership_path(incarnation_dir))
         if raw is None:
             return None
@@ -123,17 +123,17 @@ class Membership:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionConfig:
-    """What a worker must know about its job; the same for every worker and generation of an incarnation.
+    """Settings of a job for its workers; the same for every worker and generation of an incarnation.
 
     One of ``script`` (path inside ``code_dir``) and ``module`` is set. ``steps`` or ``epochs`` gives the length;
-    ``samples`` is the size of one epoch, when the submitter knows it. ``micro_batch_size`` None lets the session
-    choose; after an out-of-memory it is halved by the service. ``logical_workers`` (a power of two that divides
-    ``global_batch_size``; None: the session chooses) never changes in the life of a job; ``consistency`` is
+    ``samples`` is the size of one epoch, if the submitter knows it. ``micro_batch_size`` None lets the session choose;
+    the service halves it after an out-of-memory error. ``logical_workers`` (a power of two that divides
+    ``global_batch_size``; None: the session chooses) never changes during the life of a job; ``consistency`` is
     "consistent" (the result does not depend on the number of workers) or "fast". ``init_from`` is the folder of a
     checkpoint whose *weights* start this incarnation. ``target_loss`` ends the training early, once the smoothed loss
-    (runtime.target) is there; with it neither length need be set. ``progress_regex`` and ``progress_file`` are for
-    plain scripts. ``promoted`` is the checkpoint that the service has promoted: were ``promoted.json`` gone with the
-    checkpoint, nobody else would know that there was one.
+    (stepping/loss_target.py) reaches it; then neither length is required. ``progress_regex`` and ``progress_file`` are
+    for plain scripts. ``promoted`` is the checkpoint that the service has promoted; if the checkpoint and
+    ``promoted.json`` are both lost, this is the only record that it existed.
     """
 
     job_id: str
@@ -153,17 +153,17 @@ class SessionConfig:
     consistency: str = "consistent"
     init_from: str | None = None
     seed: int | None = None
-    """Of all that is random; None: what the script says, and 0 if it does not."""
+    """Seed of all randomness; None: the script's, else 0."""
     script_decides: bool = False
-    """Nothing was submitted that says how many ``logical_workers`` there are, and nothing has trained with them: what
-    the script says of them counts, and is adopted."""
+    """Whether the script determines ``logical_workers``: no number was submitted and no training has used one yet. The
+    script's number is then adopted."""
     threads: int | None = None
-    """Of torch, in each worker, as submitted or as this training has begun; None: what the script says, else as the
-    session chooses."""
+    """Number of torch threads in each worker, as submitted or as this training began; None: the script's, else chosen
+    by the session."""
     checkpoint_interval_s: float | None = None
-    """None: as often as pays off; see runtime/checkpoints/interval.py."""
+    """Seconds between saves; None: chosen from the cost of saving, see runtime/checkpoints/interval.py."""
     failures: int = 0
-    """How often this incarnation has gone on from a checkpoint because workers failed."""
+    """How often this incarnation has resumed from a checkpoint because workers failed."""
     keep_checkpoints: int = 2
     progress_regex: str | None = None
     progress_file: str | None = None
@@ -172,7 +172,7 @@ class SessionConfig:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where the candidates and ``promoted.json`` live."""
+        """Folder of the candidates and of ``promoted.json``."""
         return checkpoint_dir(Path(self.incarnation_dir))
 
     def write(self) -> None:
@@ -181,7 +181,7 @@ class SessionConfig:
 
     @classmethod
     def read(cls, path: Path) -> SessionConfig:
-        """Read ``session.json``; ValueError when it is not there or damaged."""
+        """Read ``session.json``. Raises ValueError if it is missing or damaged."""
         raw = read_json(path)
         if raw is None:
             raise ValueError(f"no session file at {path}")
@@ -195,59 +195,59 @@ class SessionConfig:
         )
 
     def submitted(self) -> dict[str, Any]:
-        """What decides on the weights, by SUBMITTED_FIELDS; without what nobody has said."""
+        """Return the settings in SUBMITTED_FIELDS, which determine the weights, without those that are None."""
         said = {name: getattr(self, name) for name in SUBMITTED_FIELDS}
         return {name: value for name, value in said.items() if value is not None}
 
 
 def threads_in(environ: Mapping[str, str]) -> int | None:
-    """The number of threads that somebody has set in an environment; None: nobody has."""
+    """Return the number of threads set by OMP_NUM_THREADS in an environment; None if it is unset or invalid."""
     text = environ.get("OMP_NUM_THREADS", "").strip()
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 UNTRAINED = "untrained"
-"""Kind of a failure: a script that trains with a session ended, with status 0, before its first step."""
+"""Failure kind: a script that uses a session ended with status 0 before its first step."""
 
 
 class ReportKind(StrEnum):
-    """What a worker can say. ``Report.data`` holds the keys named here (optional ones in brackets)."""
+    """Kinds of reports of a worker. ``Report.data`` holds the keys named here (optional ones in brackets)."""
 
     USES_SESSION = "uses_session"
-    """From rank 0, before the script runs: it, or a module of its folder that it imports, imports the runtime. Where it
-    ends with status 0 and never STARTED, it has trained nothing, in whatever way it left."""
+    """From rank 0, before the script runs: the script, or a module of its folder that it imports, imports the runtime.
+    If it then ends with status 0 without STARTED, it has trained nothing, however it exited."""
     STARTED = "started"
-    """This worker is in the report's generation; ``step`` is where it goes on. [resumed_from, init_from, samples,
-    steps, micro_batch_size, logical_workers, seed, threads, in_place]: ``samples`` is the size of one epoch, ``steps``
-    the total length as the session knows them, ``threads`` what torch computes with here; ``in_place`` says that this
-    session can be rescaled without a restart. A worker that adopted the generation while it trained adds
-    from_generation, pause_s (how long training stood still for it), state_bytes and recovered (whether a worker had
+    """This worker is in the report's generation and continues at ``step``. [resumed_from, init_from, samples, steps,
+    micro_batch_size, logical_workers, seed, threads, in_place]: ``samples`` is the size of one epoch and ``steps`` the
+    total length, as far as the session knows them; ``threads`` is the number of torch threads here; ``in_place`` tells
+    whether this session can be rescaled without a restart. A worker that adopted the generation while it trained adds
+    from_generation, pause_s (how long training paused for it), state_bytes and recovered (whether a worker had
     died)."""
     PROGRESS = "progress"
-    """``step`` steps are done in all. [loss, window_steps, window_s, epoch]: speed = window_steps / window_s.
+    """``step`` steps are done in total. [loss, window_steps, window_s, epoch]: speed = window_steps / window_s.
 
-    Of the time since the last one, from rank 0: samples (used by all workers), samples_per_s, and where this worker's
-    own time went: data_s, compute_s, reduce_s, wait_s, pause_s, save_s, other_s (runtime.measuring.Activity); further
-    memory_bytes and device_memory_bytes (most so far), and noise_scale (of the gradients, in samples). With a target:
-    target_loss, smoothed_loss, and now and then loss_curve {width, losses} (means over ``width`` steps each, from the
+    For the time since the last report, from rank 0: samples (used by all workers), samples_per_s, and how this worker
+    spent its time: data_s, compute_s, reduce_s, wait_s, pause_s, save_s, other_s (stepping.measuring.Activity); also
+    memory_bytes and device_memory_bytes (peaks so far), and noise_scale (of the gradients, in samples). With a target:
+    target_loss, smoothed_loss, and occasionally loss_curve {width, losses} (means over ``width`` steps each, from the
     beginning) with steps_left and steps_left_error, in steps, as far as they can be predicted."""
     WORKER = "worker"
     """One worker's own measurements, from every rank, less often than PROGRESS. window_steps, samples (its own), data_s
-    ... other_s and memory_bytes as there. Says nothing of progress; windows do not reach over a change of workers."""
+    ... other_s and memory_bytes as in PROGRESS. Not a progress report; no window spans a change of workers."""
     CHECKPOINT = "checkpoint"
     """A complete candidate at ``step``. path (relative to the checkpoint folder), digest, size_bytes, write_s."""
     STOPPED = "stopped"
-    """Left as the plan asked at ``step``: after saving, or, in place, with the state in good hands. [logical_workers:
-    before the first step, as the script has fewer of them than there are workers]"""
+    """The worker exited at ``step`` as the plan asked: after saving, or, in place, while other workers hold the state.
+    [logical_workers: set if it exited before the first step, because the script has fewer of them than workers]"""
     FINISHED = "finished"
-    """All steps are done, or the target is reached, and saved. [metrics, loss]; ``path`` of the final candidate
-    checkpoint. With a target: target_reached, smoothed_loss, loss_curve."""
+    """All steps are done, or the target is reached, and the result is saved. [metrics, loss]; ``path`` of the final
+    candidate checkpoint. With a target: target_reached, smoothed_loss, loss_curve."""
     OUT_OF_MEMORY = "out_of_memory"
-    """The device's memory did not suffice. micro_batch_size, message."""
+    """The device ran out of memory. micro_batch_size, message."""
     FAILED = "failed"
-    """The worker knows why it ends: message, [kind: "nan_loss" | "exception" | "bad_checkpoint" | UNTRAINED]."""
+    """The worker fails for a known reason: message, [kind: "nan_loss" | "exception" | "bad_checkpoint" | UNTRAINED]."""
     WARNING = "warning"
-    """Something the user should read: message. [absent: workers that were to join, but did not answer at the switch]"""
+    """A warning for the user: message. [absent: workers that should have joined but did not answer at the switch]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +263,7 @@ class Report:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def to_line(self) -> bytes:
-        """Encode as one JSON line. Floats that are no number become strings ("nan", "inf"), never bare NaN."""
+        """Encode as one JSON line. Non-finite floats become strings ("nan", "inf"), never bare NaN."""
         raw = asdict(self)
         raw["data"] = {
             k: repr(v) if isinstance(v, float) and (v != v or v in (float("inf"), float("-inf"))) else v
@@ -273,9 +273,9 @@ class Report:
 
     @classmethod
     def from_line(cls, line: bytes) -> Report:
-        """Decode one line; ValueError when it is torn or not a report.
+        """Decode one line. Raises ValueError if it is incomplete or not a report.
 
-        The types of its fields are checked, for scripts write here; what ``data`` holds may be anything.
+        Field types are checked, because scripts can write to this file; ``data`` may hold anything.
         """
         try:
             raw = json.loads(line)
@@ -295,7 +295,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promotion:
-    """Contents of ``promoted.json``: the checkpoint that counts. ``path`` is relative to the checkpoint folder."""
+    """Contents of ``promoted.json``: the checkpoint to resume from. ``path`` is relative to the checkpoint folder."""
 
     path: str
     generation: int
@@ -308,7 +308,7 @@ class Promotion:
 
     @classmethod
     def read(cls, checkpoints: Path) -> Promotion | None:
-        """Read ``promoted.json`` of a checkpoint folder; None when nothing was promoted yet."""
+        """Read ``promoted.json`` of a checkpoint folder; None if nothing has been promoted yet."""
         raw = read_json(promoted_path(checkpoints))
         return None if raw is None else cls(**raw)
 
@@ -344,17 +344,17 @@ def rendezvous_path(incarnation_dir: Path, generation: int) -> Path:
 
 
 def meeting_path(incarnation_dir: Path, generation: int) -> Path:
-    """Path of the file in which the sessions of a generation find the store where they form their group."""
+    """Path of the file with the address of the store where the sessions of a generation form their group."""
     return incarnation_dir / "rendezvous" / f"g{generation:06d}-session.json"
 
 
 def heartbeat_path(incarnation_dir: Path, worker_id: str) -> Path:
-    """Path of the file in which a worker says about every second that it lives, and what it is doing."""
+    """Path of the file that a worker updates about every second as a sign of life, with its current phase."""
     return heartbeats_path(incarnation_dir) / f"{worker_id}.json"
 
 
 def stacks_path(incarnation_dir: Path, worker_id: str) -> Path:
-    """Path of the file into which a worker writes the stacks of its threads; there once it can be asked for them."""
+    """Path of the file for the stacks of a worker's threads; it exists once the worker can be asked for them."""
     return incarnation_dir / "stacks" / f"{worker_id}.txt"
 
 
@@ -369,17 +369,17 @@ def candidate_name(generation: int, step: int) -> str:
 
 
 def append_report(path: Path, report: Report) -> None:
-    """Append one report with a single write, so that a line is torn only when the machine dies in it.
+    """Append one report with a single write, so that a line is incomplete only if the machine crashes during it.
 
-    Raises OSError where the disk does not take it; then nothing of it is in the file.
+    Raises OSError if it cannot be written; the file then contains no part of it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)  # a pipe keeps nobody
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)  # never block on a pipe
     try:
         line = report.to_line()
         written = os.write(descriptor, line)
         if written < len(line):
-            # The next report would continue this one's line, and be lost with it. One process writes a file.
+            # Otherwise the next report would continue this line and be lost, too. Each file has a single writer.
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
             raise OSError(errno.ENOSPC, f"the disk took only {written} of {len(line)} bytes", str(path))
     finally:
@@ -387,10 +387,10 @@ def append_report(path: Path, report: Report) -> None:
 
 
 def read_reports(path: Path, offset: int = 0) -> Iterator[tuple[Report, int]]:
-    """Yield each complete report from a byte offset on, with the offset after it. A torn last line is left for later.
+    """Yield each complete report from a byte offset on, with the offset after it. An incomplete last line is not read.
 
-    A damaged line in the middle is skipped, and so is one that is too long for a report: the next one says the same
-    and more. Raises OSError, or ValueError for what is no ordinary file.
+    Damaged and overlong lines in the middle are skipped: later reports supersede them. Raises OSError, or ValueError
+    if the path is not a regular file.
     """
     while True:
         reports, next_offset = read_some_reports(path, offset)
@@ -401,9 +401,10 @@ def read_reports(path: Path, offset: int = 0) -> Iterator[tuple[Report, int]]:
 
 
 def read_some_reports(path: Path, offset: int = 0) -> tuple[list[tuple[Report, int]], int]:
-    """Read on from a byte offset, at most 16 MiB, as a script may write anything there; returns where to read on.
+    """Read reports from a byte offset on; return them and the offset for the next call.
 
-    Each report comes with the offset after it. Raises what :func:`read_reports` raises.
+    Each report comes with the offset after it. At most 16 MiB are read, because a script may write anything to the
+    file. Raises the same errors as :func:`read_reports`.
     """
     found: list[tuple[Report, int]] = []
     end, too_long = offset + _MOST_BYTES_A_LOOK, False
@@ -429,9 +430,9 @@ def read_some_reports(path: Path, offset: int = 0) -> tuple[list[tuple[Report, i
 
 
 def write_json_atomic(path: Path, value: Mapping[str, Any], *, flush: bool = True) -> None:
-    """Write JSON under a temporary name, flush it to disk, and rename it: readers see the old or the new, whole.
+    """Write JSON to a temporary file, flush it to disk and rename it: readers see the old or the new content, complete.
 
-    Without ``flush`` it may be gone, or empty, after a crash of the machine (not of a process).
+    Without ``flush`` the file may be missing or empty after a crash of the machine (not of a process).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -449,9 +450,9 @@ def write_json_atomic(path: Path, value: Mapping[str, Any], *, flush: bool = Tru
 
 
 def open_ordinary(path: Path) -> BinaryIO:
-    """Open a file for reading that a training script may have put there: no pipe or device keeps whoever reads it.
+    """Open a file that a training script may have created, for reading, without blocking on a pipe or device.
 
-    Raises OSError, and ValueError where it is no ordinary file.
+    Raises OSError, and ValueError if it is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -464,7 +465,7 @@ def open_ordinary(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; None when the file is not there. ValueError when it is damaged, or no ordinary file."""
+    """Read a JSON object; None if the file is missing. Raises ValueError if it is damaged or not a regular file."""
     try:
         with open_ordinary(path) as file:
             raw = file.read(_LARGEST_FILE_BYTES + 1)

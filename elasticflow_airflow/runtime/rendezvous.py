@@ -1,10 +1,10 @@
-"""The rendezvous handler that takes our membership plan: backend ``elasticflow`` (entry point ``torchrun.handlers``).
+"""Torchrun rendezvous by membership plan: backend ``elasticflow`` (entry point ``torchrun.handlers``).
 
-Torchrun's own rendezvous lets whoever comes in time join. Here the service decides who is in: an agent waits until
-the plan contains its worker. To torchrun each agent is a world of one, so that none waits for another, neither to begin
-nor to end, and workers come, go and die alone. What the plan says of rank and size reaches the trainer beside torchrun
-(``WORLD_ENV``). For scripts without a session rank 0's agent opens a fresh TCPStore and publishes its address in the
-incarnation's folder; their ``init_process_group`` meets there. May import torch and the standard library only.
+In torchrun's own rendezvous any node that arrives in time may join. Here the service decides: an agent waits until the
+plan contains its worker. For torchrun each agent is a world of one, so that no agent waits for another to start or to
+end, and workers join, leave and die independently. Rank and size from the plan bypass torchrun on their way to the
+trainer (``WORLD_ENV``). For scripts without a session rank 0's agent opens a new TCPStore and publishes its address in
+the incarnation's folder; their ``init_process_group`` uses it. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 class PlanRendezvous(RendezvousHandler):
     """Rendezvous by membership plan.
 
-    ``incarnation_dir`` (torchrun's ``--rdzv-endpoint``) is where plan and address lie. The agent is told that no
-    node ever waits: a new plan reaches the workers by themselves, never by a restart that torchrun decides on.
+    ``incarnation_dir`` (torchrun's ``--rdzv-endpoint``) is the folder of plan and address. The handler always reports
+    zero waiting nodes to the agent: workers read a new plan by themselves and are never restarted by torchrun for it.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class PlanRendezvous(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Name of this backend."""
+        """Return the name of this backend."""
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """Trainers use the store of rank 0's agent: no second port, no second race for it."""
+        """Make trainers use the store of rank 0's agent, to avoid a second port and another race for it."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the plan and the store. Raises SystemExit(0) when the plan has moved on without this worker."""
+        """Wait for the plan and the store. Raises SystemExit(0) if a newer plan does not contain this worker."""
         deadline_s = time.monotonic() + self._timeout_s
         plan = self._wait_for_plan(deadline_s)
         rank, address, port = plan.rank_of(self._worker_id), self._address, 0
@@ -89,36 +89,36 @@ class PlanRendezvous(RendezvousHandler):
             raise RuntimeError(f"worker {self._worker_id} is not in the plan of generation {plan.generation}")
         path = rendezvous_path(self._incarnation_dir, plan.generation)
         if plan.mode is RescaleMode.IN_PLACE:
-            pass  # who joins a running training has a session, and sessions meet by themselves
+            pass  # workers that join a running training have a session, and sessions form their group by themselves
         elif rank == 0:
             limit = datetime.timedelta(seconds=self._timeout_s)
             self._store = publish_store(path, address, limit)
             port = self._store.port
         else:
             address, port = self._wait_for_address(path, plan, deadline_s)
-        # The trainer inherits it.
+        # The trainer inherits this variable.
         os.environ[WORLD_ENV] = f"{rank},{len(plan.members)}"
         own: Any = HashStore()
         return RendezvousInfo(own, 0, 1, RendezvousStoreInfo(address, port))
 
     def is_closed(self) -> bool:
-        """Whether set_closed was called here."""
+        """Return whether ``set_closed`` or ``shutdown`` was called here."""
         return self._closed
 
     def set_closed(self) -> None:
-        """Nobody may join through this handler any more."""
+        """Mark this handler as closed."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Never any: see the class."""
+        """Return 0 always: see the class."""
         return 0
 
     def get_run_id(self) -> str:
-        """Torchrun's ``--rdzv-id``."""
+        """Return torchrun's ``--rdzv-id``."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Let go."""
+        """Close the handler; return True."""
         self._closed = True
         return True
 
@@ -155,7 +155,7 @@ class PlanRendezvous(RendezvousHandler):
 
 
 def new_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler of one agent. Raises ValueError when the environment does not name the worker."""
+    """Create the handler of one agent. Raises ValueError if the environment does not name the worker."""
     worker_id, generation = os.environ.get(WORKER_ENV), os.environ.get(GENERATION_ENV)
     if not worker_id or not generation:
         raise ValueError(
@@ -173,5 +173,5 @@ def new_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def create_handler() -> RendezvousHandlerCreator:
-    """Entry point of group ``torchrun.handlers``: torch calls it without arguments, for the maker of handlers."""
+    """Return the handler factory. Torch calls this entry point (group ``torchrun.handlers``) without arguments."""
     return new_handler

@@ -1,6 +1,6 @@
-"""What a worker says to its supervisor: started, progress, checkpoints, the end. The standard library only.
+"""Reports of a worker to its supervisor: start, progress, checkpoints, end. May import the standard library only.
 
-Run alone, or under a bare torchrun, there is no supervisor: then progress goes to standard output.
+Alone or under a bare torchrun there is no supervisor, and progress is printed to standard output.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_repo
 PROGRESS_INTERVAL_S = 0.5
 ALONE_INTERVAL_S = 5.0
 WORKER_EVERY = 10
-"""A worker reports its own measurements so many times less often than rank 0 the progress of all."""
+"""Factor by which a worker's own measurements are less frequent than the progress reports of rank 0."""
 
 REPORT_LIMIT_S = 60.0
-"""So long a report without which the service would judge wrongly is tried again."""
+"""Seconds for which writing an essential report is retried (one without which the service would decide wrongly)."""
 UNREPORTED_STATUS = 74
-"""Exit status of a worker whose report the disk did not take (EX_IOERR)."""
+"""Exit status of a worker whose report could not be written to disk (EX_IOERR)."""
 
 _FOR_MACHINES = frozenset({"loss_curve"})
 _MUST_ARRIVE = frozenset({ReportKind.STARTED, ReportKind.FINISHED})
@@ -31,22 +31,22 @@ _LONGEST_PAUSE_S = 2.0
 
 
 class Reporter(Protocol):
-    """Where reports go."""
+    """Destination of reports."""
 
     interval_s: float
-    """Least time between two progress reports."""
+    """Minimum seconds between two progress reports."""
 
     def adopt(self, generation: int) -> None:
-        """The worker belongs to another generation from now on."""
+        """Switch to another generation of the worker."""
         ...
 
     def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
-        """Make one report."""
+        """Write one report."""
         ...
 
 
 class FileReporter:
-    """Appends to the report file of this worker."""
+    """Appends reports to this worker's report file."""
 
     interval_s = PROGRESS_INTERVAL_S
 
@@ -55,15 +55,15 @@ class FileReporter:
         self.adopt(generation)
 
     def adopt(self, generation: int) -> None:
-        """Write into the file of another generation from now on."""
+        """Switch to the report file of another generation."""
         self._path = report_path(self._incarnation_dir, generation, self._worker_id)
         self._generation = generation
 
     def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
-        """Append one line. A full disk costs the report, not the training: it says so on standard error.
+        """Append one line. If it cannot be written, print that to standard error and drop the report.
 
-        A start or an end that nobody hears of would cost the training itself: those are tried again for
-        ``REPORT_LIMIT_S``. Raises SystemExit with ``UNREPORTED_STATUS`` when that is in vain.
+        STARTED and FINISHED are essential for the training and are retried for ``REPORT_LIMIT_S`` seconds. Raises
+        SystemExit with ``UNREPORTED_STATUS`` if that fails.
         """
         report = Report(
             kind=kind,
@@ -95,15 +95,15 @@ class FileReporter:
 
 
 class ConsoleReporter:
-    """Prints what a person who runs the script alone wants to see."""
+    """Prints reports for a user who runs the script alone."""
 
     interval_s = ALONE_INTERVAL_S
 
     def adopt(self, generation: int) -> None:
-        """A person need not know."""
+        """Do nothing: generations do not matter to the user."""
 
     def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
-        """Print one line, from rank 0 only, except for failures."""
+        """Print one line; ranks other than 0 print failures only."""
         if (rank != 0 and kind is not ReportKind.FAILED) or kind is ReportKind.WORKER:
             return
         told = {key: value for key, value in plain(data).items() if value is not None and key not in _FOR_MACHINES}
@@ -114,7 +114,7 @@ class ConsoleReporter:
 
 
 class Speedometer:
-    """Steps and seconds since the last progress report, without the time that saving takes."""
+    """Counts steps and seconds since the last progress report, without the time spent on saving."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -123,23 +123,23 @@ class Speedometer:
         self._since = self._reported = time.perf_counter()
 
     def step_done(self) -> None:
-        """Count one step, with everything since the step before."""
+        """Count one step, with all time since the previous one."""
         now = time.perf_counter()
         self._seconds += now - self._since
         self._since = now
         self._steps += 1
 
     def leave_out(self) -> None:
-        """Do not count the time since the last step (saving)."""
+        """Exclude the time since the last step (saving)."""
         self._since = time.perf_counter()
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a progress report."""
+        """Whether a progress report is due."""
         return time.perf_counter() - self._reported >= self._interval_s
 
     def take(self) -> tuple[int, float]:
-        """Return (steps, seconds) since the last call, and start again."""
+        """Return (steps, seconds) since the last call, and reset both."""
         window = self._steps, self._seconds
         self._steps, self._seconds = 0, 0.0
         self._reported = time.perf_counter()
@@ -147,9 +147,9 @@ class Speedometer:
 
 
 def plain(value: Any) -> Any:
-    """Turn a value into plain JSON types: tensors and numpy numbers into numbers, the rest that is unknown into text.
+    """Convert a value to JSON types: tensors and numpy numbers to numbers, unknown types to strings.
 
-    A float that is no number becomes its name ("nan", "inf").
+    A non-finite float becomes its name ("nan", "inf").
     """
     if isinstance(value, bool | int | str) or value is None:
         return value

@@ -1,8 +1,8 @@
-"""The session: what a training script talks to, the same alone, under a bare torchrun and under the service.
+"""The session: the interface of a training script, identical alone, under a bare torchrun and under the service.
 
-Workers come and go while a script runs: at a step boundary its group changes, and it goes on with another share of each
-batch (membership.py); or all save and leave, and the next generation resumes. Scripts notice none of that: rank and
-number of workers are asked of the session, never remembered.
+Workers join and leave while a script runs. Either the group changes at a step boundary and each worker continues with
+another share of each batch (gang/membership.py), or all workers save and exit and the next generation resumes. Scripts
+notice neither, provided that they read rank and number of workers from the session each time and do not cache them.
 May import torch and the standard library only.
 """
 
@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from elasticflow_airflow.runtime import bootstrap
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered, Stateful
-from elasticflow_airflow.runtime.context import Context, detect
+from elasticflow_airflow.runtime.context import detect
 from elasticflow_airflow.runtime.gang.process_group import GroupBroken
 from elasticflow_airflow.runtime.logical_workers import choose_logical_workers, owned_by
-from elasticflow_airflow.runtime.protocol import ReportKind
+from elasticflow_airflow.runtime.protocol import ReportKind, SessionConfig
 from elasticflow_airflow.runtime.samples.fetching import make_fetcher
 from elasticflow_airflow.runtime.samples.length_groups import SampleLengths
 from elasticflow_airflow.runtime.samples.sample_order import (
@@ -44,45 +45,55 @@ from elasticflow_airflow.runtime.stores.manifest import CheckpointError
 
 
 class Session:
-    """One worker's view of one training run. Made by :func:`elasticflow_airflow.runtime.init`."""
+    """One worker's view of one training run. Created by :func:`elasticflow_airflow.runtime.init`."""
 
-    def __init__(self, context: Context, **options: Any) -> None:
-        """``options``: as :class:`SessionCore` takes them."""
-        self._core = SessionCore(context, **options)
-        self._steps = SessionSteps(self._core)
-        self.config = self._core.config
-        self.device = self._core.device
-        self.seed = self._core.seed
-        """Of all that is random in the training: as submitted, else as the script says, else 0."""
+    def __init__(self, core: SessionCore) -> None:
+        self._core = core
+        self._steps = SessionSteps(core)
+
+    @property
+    def config(self) -> SessionConfig:
+        """What to train, as it was submitted, with what the script adds to it."""
+        return self._core.config
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this worker."""
+        return self._core.device
+
+    @property
+    def seed(self) -> int:
+        """Seed of all randomness in the training: the submitted one, else the script's, else 0."""
+        return self._core.seed
 
     @property
     def rank(self) -> int:
-        """Rank of this worker now; it may change at a step boundary. After ``finish`` it stays."""
+        """Current rank of this worker; it may change at a step boundary. It is fixed after ``finish``."""
         return self._core.rank
 
     @property
     def world_size(self) -> int:
-        """Number of workers now; it may change at a step boundary."""
+        """Current number of workers; it may change at a step boundary."""
         return self._core.world_size
 
     @property
     def logical_workers(self) -> int:
-        """Into how many shares each global batch is cut; each share is one worker's at a time. See ``init``."""
+        """Number of shares of each global batch; a share belongs to one worker at a time. See ``init``."""
         return self._core.logical_workers
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the worker that prints and saves; never one that only warms up to join."""
+        """Whether this is the worker that prints and saves; always False while a joining worker warms up."""
         return self._core.is_main
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether this worker only rehearses, to join others that train: nothing that it does now counts."""
+        """Whether this worker is only warming up before it joins a running training; its steps do not count."""
         return self._core.is_rehearsing
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps done in all, over every generation."""
+        """Total number of optimizer steps done, over all generations."""
         return self._core.step
 
     @property
@@ -92,7 +103,7 @@ class Session:
 
     @property
     def total_steps(self) -> int:
-        """Length of the training in steps. Raises ValueError while nobody has said it."""
+        """Length of the training in steps. Raises ValueError while it is unknown."""
         total = self._core.total_or_none()
         if total is None:
             raise ValueError(
@@ -110,10 +121,11 @@ class Session:
         scaler: Stateful | None = None,
         **others: Stateful,
     ) -> None:
-        """Name what a checkpoint holds, and restore it: from the one to resume from, else ``init_from``'s weights.
+        """Declare what checkpoints hold, and restore it: from the checkpoint to resume from, else from ``init_from``.
 
-        Call it once, when everything is built. Several optimizers have a name each, the second among ``others``. Raises
-        CheckpointError when a checkpoint does not fit, TypeError for what cannot be trained here.
+        Only the weights are taken from ``init_from``. Call this once, when everything is built. Further optimizers are
+        passed under names of their own in ``others``.
+        Raises CheckpointError if a checkpoint does not fit, TypeError for a model or optimizer that is not supported.
         """
         core = self._core
         if core.registered is not None:
@@ -147,16 +159,17 @@ class Session:
         lengths: Iterable[int] | Tensor | None = None,
         **options: Any,
     ) -> ElasticLoader:
-        """Deal out a training set: every sample of an epoch exactly once, whoever trains.
+        """Distribute a training set: every sample of an epoch is used exactly once, whatever the number of workers.
 
-        ``global_batch_size`` counts samples of one optimizer step over all workers; under the service the submitted
-        one is used. A map-style set is shuffled unless ``shuffle=False``. A stream (an iterable with ``state_dict``
-        and ``load_state_dict``) is read by every worker in its own order; ``samples`` says how many it has in an epoch,
-        and ``transform`` is done to each sample that a worker keeps. With ``drop_last`` an epoch has full global
-        batches only: what would be a short one, other samples each time if shuffled, is left out. ``lengths``, one a
-        sample (its tokens, say), the same on every worker, puts samples of similar length into the same batch. Other
-        ``options`` go to ``torch.utils.data.DataLoader``. For validation use an ordinary loader. Raises TypeError and
-        ValueError for a set that could not be dealt out exactly.
+        ``global_batch_size`` is the number of samples per optimizer step over all workers; under the service the
+        submitted value is used. A map-style dataset is shuffled unless ``shuffle=False``. A stream (an iterable with
+        ``state_dict`` and ``load_state_dict``) is read by every worker in the stream's own order; ``samples`` is its
+        number of samples per epoch, and ``transform`` is applied to each sample that a worker keeps. With ``drop_last``
+        an epoch has full global batches only; the samples of the short last batch (other ones in each epoch if
+        shuffled) are left out. ``lengths`` gives one number per sample (its tokens, for example), equal on all workers,
+        and puts samples of similar length into the same batch. Other ``options`` are passed to
+        ``torch.utils.data.DataLoader``. Use an ordinary loader for validation. Raises TypeError or ValueError for a
+        dataset that cannot be distributed exactly.
         """
         core = self._core
         if core.loader is not None:
@@ -205,7 +218,7 @@ class Session:
             max_workers=core.max_workers or 1,
         )
         if core.is_consistent and core.logical < workers:
-            # Who has started them could not know how few the script says.
+            # The service that started the workers could not know that the script asks for fewer.
             core.say_if_main(ReportKind.STOPPED, logical_workers=core.logical)
             self._steps.leave_at_once_unheard()
         fetcher: Fetcher
@@ -229,9 +242,9 @@ class Session:
         return core.loader
 
     def begin_at(self, step: int) -> None:
-        """Count from ``step``: the script itself has restored a state of that step, the same on every worker.
+        """Count from ``step``: the script has restored a state of that step by itself, the same on every worker.
 
-        Changes nothing where the session has restored one of its own checkpoints, or joins others.
+        Does nothing if the session has restored one of its own checkpoints, or joins a running training.
         """
         core = self._core
         if core.started:
@@ -240,9 +253,9 @@ class Session:
             core.step = bootstrap.current_step = step
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
-        """Yield the epochs that are left, the one under way included, until all steps are done.
+        """Yield the remaining epochs, including the current one, until all steps are done.
 
-        ``count`` is the script's own idea of the length; what the service or ``runtime.init`` says wins.
+        ``count`` is the length that the script asks for; a length from the service or ``runtime.init`` overrides it.
         """
         core = self._core
         core.script_epochs = count
@@ -256,7 +269,7 @@ class Session:
                 raise RuntimeError("an epoch went by without a session.step(): every batch needs one")
 
     def step(self) -> Step:
-        """Open one optimizer step: the boundary at which this worker may save, or save and leave."""
+        """Begin one optimizer step. At this step boundary the worker may save, or save and exit."""
         core = self._core
         if core.registered is None:
             raise ValueError("call session.register() before session.step()")
@@ -268,7 +281,7 @@ class Session:
         if not trained:
             raise ValueError("nothing to train: no parameter of the registered model requires a gradient")
         if core.gradient_step is None or list(map(id, trained)) != list(map(id, core.gradient_step.reducer.parameters)):
-            # The first step; or the script has frozen or freed parameters since the last.
+            # This is the first step, or the script has frozen or unfrozen parameters since the last one.
             core.gradient_step = GradientStep(
                 core.registered,
                 self.logical_workers,
@@ -287,20 +300,21 @@ class Session:
         )
 
     def _fewest(self) -> int:
-        """How many samples a forward pass needs, as far as there are so many."""
+        """Return the least number of samples for a forward pass, where the share has that many."""
         return 2 if self._core.has_batch_norm else 1
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Attach numbers to the next progress report, ``loss`` among them; its own epoch and speed stay."""
+        """Add numbers to the next progress report. ``loss`` may be replaced; the session's epoch and speed may not."""
         for name, value in scalars.items():
             self._core.scalars[name] = float(value)
 
     def wait_for_all(self) -> bool:
-        """Return True when every worker has come here.
+        """Wait for all workers at a barrier; return True when every worker has reached it.
 
-        False: one was gone, and those who live are a group again. Whatever it may have left undone is for who has its
-        rank now; then all call this once more. Raises GroupBroken where they cannot be one: under a bare torchrun,
-        which ends all workers when one dies, and before :meth:`register`, when there is no state to go on from.
+        Return False if a worker died and the survivors have formed a new group. The worker that now has the dead
+        worker's rank must then complete its unfinished work, and all workers must call this again. Raises GroupBroken
+        if no new group can form: under a bare torchrun, which ends all workers when one dies, and before
+        :meth:`register`, when there is no state to continue from.
         """
         core = self._core
         try:
@@ -313,10 +327,10 @@ class Session:
         return True
 
     def finish(self, metrics: Mapping[str, Any] | None = None, *, early: str | None = None) -> None:
-        """Say that training is done: the final checkpoint, with ``metrics``, becomes the job's result.
+        """Finish the training: the final checkpoint, with ``metrics``, becomes the job's result.
 
-        ``early`` says why it ends before its length, where that is meant ("no better for 3 epochs"). Without it, the
-        service counts an early end as a failure: something went wrong in the script's loops.
+        ``early`` is the reason for an intended end before the full length ("no better for 3 epochs"). Without it the
+        service counts an early end as a failure, since it suggests an error in the script's loops.
         """
         core = self._core
         if core.finished:
@@ -343,11 +357,11 @@ class Session:
                     break
                 if core.member is None:
                     raise
-                # Rank 0 may have died before it had saved: then it is up to the others, who wait for whoever it is now.
+                # Rank 0 may have died before it saved. The survivors then wait for the new rank 0 to save.
                 self._steps.finish_for_the_dead(error, data)
         core.say_if_main(ReportKind.FINISHED, **data)
         core.disband()
-        # What the script does from here on is its own; a SIGTERM ends it again.
+        # From here on the session does not control the script; a SIGTERM must end it as before.
         signal.signal(signal.SIGTERM, core.previous_handler or signal.SIG_DFL)
 
 
@@ -368,39 +382,40 @@ def init(
     target_loss: float | None = None,
     shard_checkpoints_above_gb: float | None = None,
 ) -> Session:
-    """Join the training: alone, under torchrun, or under the service; the same call.
+    """Join the training. The call is the same alone, under torchrun and under the service.
 
-    ``epochs`` or ``steps`` is the script's own length, ``micro_batch_size`` the most samples in one forward pass,
-    ``init_from`` the folder or URL of a checkpoint whose weights to start from, ``checkpoint_dir`` where to keep
-    checkpoints: a folder or an fsspec URL (``ELASTICFLOW_CHECKPOINT_DIR``, else ``./elasticflow-checkpoints``),
-    ``checkpoint_interval_s`` how often to save (as often as pays off; 0: after every step). ``consistency`` is
-    "consistent" (the default: the result does not depend on the number of workers, bit for bit) or "fast".
-    ``logical_workers``, a power of two that divides the global batch (8, if it can be), is into how many shares each
-    batch is cut in consistent mode: at least as many as there will ever be workers, and always the same for the same
-    result; ``max_workers`` above 8 raises it to that. ``threads`` is with how many torch computes in each worker on a
-    CPU, in consistent mode (1, or ``OMP_NUM_THREADS``): with another number the last bits may be others. ``seed`` (0)
-    decides all that is random: weights, order of samples, dropout. ``target_loss`` ends the training as soon as the
-    smoothed loss is there (``step/loss_target.py``), or at ``steps`` or ``epochs`` if
-    those come first.
-    ``shard_checkpoints_above_gb``: larger states (4 GB) are written in parts, one a worker, in consistent mode.
-    Under the service what was submitted wins over all of them. Raises ValueError for lengths that contradict
-    each other.
+    Defaults are given in parentheses. ``epochs`` or ``steps`` is the length that the script asks for.
+    ``micro_batch_size`` is the largest number of samples in one forward pass. ``init_from`` is the folder or URL of a
+    checkpoint whose weights to start from. ``checkpoint_dir`` is where to keep checkpoints: a folder or an fsspec URL
+    (``ELASTICFLOW_CHECKPOINT_DIR``, else ``./elasticflow-checkpoints``). ``checkpoint_interval_s`` is the time between
+    saves in seconds (chosen from the cost of saving; 0: after every step). ``consistency`` is "consistent" (the
+    default: the result is independent of the number of workers, bit for bit) or "fast". ``logical_workers`` is the
+    number of shares of each batch in consistent mode, a power of two that divides the global batch (8, if possible). It
+    must be at least the largest number of workers that there will ever be; the result is the same only for the same
+    number. ``max_workers`` above 8 raises its default to that. ``threads`` is the number of torch threads of each
+    worker on a CPU, in consistent mode (1, or ``OMP_NUM_THREADS``); another number may change the last bits. ``seed``
+    (0) determines all randomness: weights, order of samples, dropout. ``target_loss`` ends the training as soon as the
+    smoothed loss reaches it (``stepping/loss_target.py``), or at ``steps`` or ``epochs`` if those come first. States
+    larger than ``shard_checkpoints_above_gb`` (4 GB) are written in parts, one per worker, in consistent mode. Under
+    the service the submitted settings override all of these. Raises ValueError for contradictory lengths.
     """
     if epochs is not None and steps is not None:
         raise ValueError("give steps= or epochs=, not both")
     return Session(
-        detect(checkpoint_dir),
-        epochs=epochs,
-        steps=steps,
-        micro_batch_size=micro_batch_size,
-        init_from=init_from,
-        checkpoint_interval_s=checkpoint_interval_s,
-        allow_nonfinite_loss=allow_nonfinite_loss,
-        logical_workers=logical_workers,
-        max_workers=max_workers,
-        threads=threads,
-        consistency=consistency,
-        seed=seed,
-        target_loss=target_loss,
-        shard_checkpoints_above_gb=shard_checkpoints_above_gb,
+        SessionCore(
+            detect(checkpoint_dir),
+            epochs=epochs,
+            steps=steps,
+            micro_batch_size=micro_batch_size,
+            init_from=init_from,
+            checkpoint_interval_s=checkpoint_interval_s,
+            allow_nonfinite_loss=allow_nonfinite_loss,
+            logical_workers=logical_workers,
+            max_workers=max_workers,
+            threads=threads,
+            consistency=consistency,
+            seed=seed,
+            target_loss=target_loss,
+            shard_checkpoints_above_gb=shard_checkpoints_above_gb,
+        )
     )

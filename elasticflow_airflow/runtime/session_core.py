@@ -1,4 +1,4 @@
-"""What a session is made of: its state, where it stands, checkpoints and reports. See session.py for the public face.
+"""Core of a session: its state, its position, checkpoints and reports. See session.py for the public interface.
 
 May import torch and the standard library only.
 """
@@ -54,23 +54,23 @@ from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, Checkpoin
 from elasticflow_airflow.runtime.stores.store import Part, is_remote
 
 SHARD_ABOVE_GB = 4.0
-"""A larger state is written in parts, one a worker, unless the script says otherwise."""
+"""Default size above which a state is written in parts, one per worker; the script may override it."""
 _GROUP_ENDS_S = 5.0
 
 
 class Leaving(SystemExit):
-    """Ends the script with status 0 after the state was saved; ``except Exception`` does not catch it."""
+    """Ends the script with status 0 at the session's request; ``except Exception`` does not catch it."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
-class NonFiniteLoss(FloatingPointError):  # noqa: N818  (it is named for what it is)
-    """The loss, or a weight, is NaN or infinite: what would be trained from here on is worth nothing."""
+class NonFiniteLoss(FloatingPointError):  # noqa: N818  (part of the public API, named after the condition)
+    """The loss or a weight is NaN or infinite: further training would be worthless."""
 
 
 def _overruled(context: Context, **said: object) -> list[str]:
-    """Warnings of what the script says beside what was submitted, which decides."""
+    """Return a warning for each setting of the script that differs from the submitted one, which takes precedence."""
     if not context.submitted:
         return []
     submitted = {name: getattr(context.config, name) for name in said}
@@ -82,7 +82,7 @@ def _overruled(context: Context, **said: object) -> list[str]:
 
 
 class SessionCore:
-    """State of one worker's training run, and what it says and saves of it."""
+    """State of one worker's training run, with its reports and checkpoints."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class SessionCore:
         self.logical: int | None = None
         self.gradient_step: GradientStep | None = None
         self.seed = config.seed if config.seed is not None else seed or 0
-        """Of all that is random in the training: as submitted, else as the script says, else 0."""
+        """Seed of all randomness in the training: the submitted one, else the script's, else 0."""
         self.mixed_seed = self.seed if mixed_with is None else mix_seed(self.seed, mixed_with)
         torch.manual_seed(mix_seed(self.mixed_seed, 0x1717))
         self.terminated = False
@@ -177,7 +177,7 @@ class SessionCore:
         self.book = StreamBook(self.position)
         self.has_stream = False
         self.order = 0
-        """What must be the same on every worker: a stream's first samples, or lengths, as a fingerprint."""
+        """Fingerprint of a stream's first samples, or of the lengths; it must be the same on every worker."""
         self.script_epochs: int | None = None
         self.step = 0
         self.knows_size = False
@@ -205,7 +205,7 @@ class SessionCore:
         atexit.register(self.at_exit)
 
     def _find_member(self) -> GroupMember | None:
-        """This worker's place in the plan; None where there is no plan: alone, or under a bare torchrun."""
+        """Return this worker as a member of the plan; None if there is no plan: alone, or under a bare torchrun."""
         if not self.context.managed:
             return None
         plan = Membership.read(Path(self.config.incarnation_dir))
@@ -222,46 +222,46 @@ class SessionCore:
         return member
 
     def _find_least_to_shard(self, said_gb: float | None) -> float:
-        """How large a state must be to be written in parts, in bytes; infinite: it never is."""
+        """Return the state size in bytes above which it is written in parts; infinity disables parts."""
         if not self.is_consistent:
-            return math.inf  # The workers' states may differ in the last bits.
+            return math.inf  # In fast mode the workers' states may differ in the last bits.
         if said_gb is not None:
             return said_gb * 1e9
         here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
-        # The machines of a bare torchrun need not share a folder until the training is started again.
+        # The machines of a bare torchrun might not share a folder, which would only show when the training resumes.
         is_shared = self.context.managed or here or _is_network_url(self.context.checkpoints)
         return SHARD_ABOVE_GB * 1e9 if is_shared else math.inf
 
     @property
     def group(self) -> WorkerGroup:
-        """The workers that train together now."""
+        """Current group of workers that train together."""
         return self.lone_group if self.member is None else self.member.group
 
     @property
     def is_rehearsing(self) -> bool:
-        """Whether this worker only warms up to join others: nothing that it does now counts."""
+        """Whether this worker is only warming up before it joins a running training; its steps do not count."""
         return self.member is not None and not self.member.joined
 
     @property
     def rank(self) -> int:
-        """Rank of this worker now; it may change at a step boundary. After ``finish`` it stays."""
+        """Current rank of this worker; it may change at a step boundary. It is fixed after ``finish``."""
         return self.group.rank if self.member is None else self.member.rank
 
     @property
     def world_size(self) -> int:
-        """Number of workers now; it may change at a step boundary."""
+        """Current number of workers; it may change at a step boundary."""
         return self.group.size if self.member is None else self.member.size
 
     @property
     def logical_workers(self) -> int:
-        """Into how many shares each global batch is cut; each share is one worker's at a time. See ``init``."""
+        """Number of shares of each global batch; a share belongs to one worker at a time. See ``init``."""
         if self.logical is None:
             raise ValueError("the number of logical workers is known once session.dataloader() was called")
         return self.logical if self.is_consistent else self.world_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the worker that prints and saves; never one that only warms up to join."""
+        """Whether this is the worker that prints and saves; always False while a joining worker warms up."""
         return self.rank == 0 and not self.is_rehearsing
 
     @property
@@ -270,24 +270,24 @@ class SessionCore:
         return self.position()[0]
 
     def on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        """Note that this worker is to leave at the next step boundary."""
+        """Record that this worker must exit at the next step boundary."""
         if os.getpid() != self._pid:
-            # A process that the script has forked: it has no step boundary to leave at.
+            # This is a process that the script forked: it has no step boundary at which to exit.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         self.terminated = True
 
     def position(self) -> tuple[int, int]:
-        """Epoch of the next step, and which step of that epoch it is, both from 0."""
+        """Return the epoch of the next step and its index within that epoch, both from 0."""
         per_epoch = self.loader.plan.steps_per_epoch if self.loader else max(1, self.step + 1)
         return divmod(self.step, per_epoch)
 
     def epoch_of(self, step: int) -> int:
-        """Epoch of a step, from 0."""
+        """Return the epoch of a step, from 0."""
         return 0 if self.loader is None else step // self.loader.plan.steps_per_epoch
 
     def total_or_none(self) -> int | None:
-        """Length of the training in steps; None while nobody has said it."""
+        """Return the length of the training in steps; None while it is unknown."""
         if self.config.steps is not None:
             return self.config.steps
         epochs = self.config.epochs or self.script_epochs
@@ -296,18 +296,18 @@ class SessionCore:
         return epochs * self.loader.plan.steps_per_epoch
 
     def all_done(self) -> bool:
-        """Whether nothing is left to train."""
+        """Return whether the training is complete."""
         total = self.total_or_none()
         return self.track.reached or (total is not None and self.step >= total)
 
     def register_stream(self) -> None:
-        """Let the stream's position go into checkpoints and to joiners, as soon as there are both."""
+        """Add the stream's position to checkpoints and handovers, once both stream and registered parts exist."""
         if self.registered is not None and self.has_stream:
-            # The last part: a joiner's tensors are matched by their number.
+            # It must be the last part: a joining worker's tensors are matched by index.
             self.registered.others = {**self.registered.others, PART: self.book}
 
     def restore(self, registered: Registered) -> None:
-        """Load the checkpoint to resume from, else the weights to begin with; the same on all workers afterwards."""
+        """Load the checkpoint to resume from, else the initial weights; afterwards all workers have the same state."""
         checkpoints, incarnation = self.context.checkpoints, self.config.incarnation
         known = self.config.promoted
         with agree_on_checkpoint(self.group, checkpoints, incarnation, self.warn, known) as found:
@@ -331,14 +331,14 @@ class SessionCore:
         broadcast_model(registered.model, self.group)
 
     def start(self) -> None:
-        """Look at what is registered, and report that training begins; only the first call does anything."""
+        """Check what is registered, and report that training begins; later calls do nothing."""
         if self.started:
             return
         self.started = True
         samples = self.loader.plan.samples if self.loader else None
         total = self.total_or_none()
         if total is None and self.config.target_loss is None:
-            # Not even one epoch: a loop of the script's own would train another length than it says.
+            # There is no default, not even one epoch: the script's own loop could have another length.
             raise ValueError(
                 "nobody has said how long to train, and a loop of the script's own does not tell. Loop over"
                 " session.epochs(n), say steps=, epochs= or target_loss= where the session is made, or submit the"
@@ -365,11 +365,11 @@ class SessionCore:
         self.saver.restart_clock()
 
     def look_for_room(self, registered: Registered | None, *, steps: int) -> None:
-        """Find a full disk before the first step, as far as sizes are known then: optimizers have no state yet."""
+        """Detect a full disk early, as far as sizes are known: before the first step optimizers have no state yet."""
         checkpoints = self.context.checkpoints
         if not self.is_main or registered is None or not isinstance(checkpoints, Path):
             return
-        remove_leftovers(checkpoints, self.context.generation)  # of writers that were killed; nothing is written yet
+        remove_leftovers(checkpoints, self.context.generation)  # of killed writers; nothing is being written yet
         try:
             if steps == 0:
                 model = checkpoint.contents_of(Registered(registered.model))
@@ -390,7 +390,7 @@ class SessionCore:
             return
         same_batch = self.resumed_from.metadata.get("global_batch_size") == self.loader.plan.global_batch_size
         try:
-            # With another batch, of which it warns, it is another training anyway.
+            # With another global batch size, which is warned about below, it is a different training anyway.
             checkpoint.refuse_other_size(self.resumed_from, self.logical if self.is_consistent and same_batch else None)
         except CheckpointError as error:
             self.say(ReportKind.FAILED, message=str(error), kind="bad_checkpoint")
@@ -403,7 +403,7 @@ class SessionCore:
             )
 
     def _look_for_single_samples(self) -> None:
-        """BatchNorm over one sample: torch refuses, or its statistics are worth nothing."""
+        """Warn about BatchNorm over a single sample: torch refuses it, or its statistics are worthless."""
         if self.registered is None or self.loader is None:
             return
         plan, micro = self.loader.plan, self.config.micro_batch_size
@@ -420,7 +420,7 @@ class SessionCore:
         self.warn(f"BatchNorm sees single samples: {why}")
 
     def say_started(self, **data: Any) -> None:
-        """Report that this worker trains, alone or as a member of a changed group."""
+        """Report that this worker trains, at the start or as a member of a changed group."""
         micro = self.config.micro_batch_size
         if micro is None and self.loader is not None:
             micro = -(-self.loader.plan.global_batch_size // self.logical_workers)
@@ -431,7 +431,7 @@ class SessionCore:
         self.say(ReportKind.STARTED, **sizes, seed=self.seed, threads=threads, in_place=in_place, **data)
 
     def disband(self) -> None:
-        """Let go of the group, the data and the writer of checkpoints. Idempotent."""
+        """Close the group, the data loader and the checkpoint writer. Idempotent."""
         if self.loader is not None:
             self.loader.close()
         if self._disbanded:
@@ -439,18 +439,18 @@ class SessionCore:
         self._disbanded = True
         self.saver.close()
         if self.member is not None:
-            # A thread that is blocked with somebody who is gone would abort an interpreter that ends by itself.
+            # A thread blocked in an operation with a dead worker would abort an interpreter that exits normally.
             bootstrap.leave_abruptly = not self.member.close()
         else:
             self.lone_group.close()
-            # An interpreter that ends while the thread still destroys the group would be aborted by that: on a busy
-            # machine it takes seconds. Who is blocked with a worker that is gone is ended by torchrun.
+            # An interpreter that exits while the thread still destroys the group would abort; on a busy machine that
+            # takes seconds. Torchrun ends a worker that is blocked in an operation with a dead one.
             bootstrap.leave_abruptly = not self.lone_group.join(_GROUP_ENDS_S)
             if dist.is_initialized():
                 dist.destroy_process_group()
 
     def _guess_step(self) -> int:
-        """Where the others are, from their heartbeats: a rehearsal in the right epoch spares another."""
+        """Estimate the others' step from their heartbeats: a warm-up in the right epoch avoids a second one."""
         steps = [0]
         for path in heartbeats_path(Path(self.config.incarnation_dir)).glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -458,7 +458,7 @@ class SessionCore:
         return max(steps)
 
     def diverged(self, what: str) -> NoReturn:
-        """End a training that is worth nothing any more. Raises NonFiniteLoss."""
+        """Report that the training has diverged, and raise NonFiniteLoss."""
         message = (
             f"{what}: nothing after it would be worth keeping. Lower the learning rate, clip gradients or look at the "
             "batch; checkpoints from before stay valid."
@@ -467,38 +467,39 @@ class SessionCore:
         raise NonFiniteLoss(message)
 
     def shards(self) -> bool:
-        """Whether a state of this size is written in parts, one a worker; before the first step it is not known."""
+        """Return whether the state is written in parts, one per worker; False until its size has been measured."""
         return self.world_size > 1 and self._state_bytes > self._shards_above_bytes
 
     def measure_state(self, registered: Registered) -> None:
-        """Find out how large a checkpoint is, for the decision whether to write it in parts."""
+        """Measure the size of a checkpoint, to decide whether to write it in parts."""
         may_split = self._shards_above_bytes < math.inf and self.saver.can_write_parts
         if self.world_size > 1 and not self._measured and may_split:
             self._measured = True
-            with contextlib.suppress(CheckpointError):  # Whoever saves it says so.
+            with contextlib.suppress(CheckpointError):  # It is reported when the state is saved.
                 self._state_bytes = size_of(checkpoint.contents_of(registered))
 
     def part(self, token: int) -> Part:
-        """This worker's part of a save that ``token`` names."""
+        """Return this worker's part of the save identified by ``token``."""
         return Part(rank=self.rank, size=self.world_size, token=f"{token:012x}", sweeps=True)
 
     def save(
         self, *, wait: bool, whoever: bool = False, part: Part | None = None, generation: int | None = None
     ) -> str | None:
-        """Save a checkpoint (rank 0 only; every worker has the same state), and return its name if it waited for it.
+        """Save a checkpoint (rank 0 only; every worker has the same state); return its name if ``wait`` is set.
 
-        Without ``wait`` only a copy is made now; a later boundary tells when it is on disk. ``whoever``: of any rank.
-        ``part``: all workers call this, and each saves its part, of the ``generation`` that rank 0 says.
+        Without ``wait`` only a copy is made now; a later step boundary reports when it is on disk. With ``whoever`` any
+        rank saves. With ``part`` all workers call this, and each saves its part for the ``generation`` that rank 0
+        has sent. Raises CheckpointError if it cannot be written, NonFiniteLoss if a weight is not finite.
         """
         self.saver.restart_clock()
         self._measured = False  # The state may have grown.
         if not (self.is_main or whoever or part is not None) or self.registered is None:
             return None
         if wait:
-            # A survivor is alone with its part.
+            # A survivor (whoever) does not wait: the other workers' parts may never be written.
             self.tell_saved(lambda: self.saver.end_parts(0.0 if whoever else PARTS_LIMIT_S))
         if not self.allow_nonfinite_loss and not _all_finite(self.registered.model):
-            # A finite loss with gradients that are not: found here, or the checkpoint would be spoilt.
+            # The loss may be finite while the gradients are not. Without this check the checkpoint would be unusable.
             self.diverged(f"the model has weights that are no numbers after step {self.step}")
         registered = self.registered
         epoch, step_in_epoch = self.position()
@@ -527,7 +528,7 @@ class SessionCore:
         return saved[0].name if saved else None
 
     def tell_saved(self, done: Callable[[], list[Saved]]) -> list[Saved]:
-        """Report what has come to disk, or that it could not."""
+        """Report the checkpoints that ``done`` returns as written. Reports a failure and raises CheckpointError."""
         try:
             saved = done()
         except CheckpointError as error:
@@ -535,7 +536,7 @@ class SessionCore:
             raise
         for one in saved:
             if one.digest is None:
-                continue  # A part; whoever has rank 0 tells of the whole.
+                continue  # This is a part; rank 0 reports the complete checkpoint.
             self.context.reporter.say(
                 ReportKind.CHECKPOINT,
                 self.rank,
@@ -549,7 +550,7 @@ class SessionCore:
         return saved
 
     def say_progress(self) -> None:
-        """Report the steps since the last report, if there are any."""
+        """Report progress since the last report, if any steps were done."""
         steps, seconds = self.speedometer.take()
         if not steps:
             return
@@ -558,7 +559,7 @@ class SessionCore:
             own | {"loss": self.loss} | self.scalars | own | self._measurements(seconds) | self._outlook_of_target()
         )
         if self.allow_nonfinite_loss:
-            # A reader of the reports would end the training over it.
+            # The service would end the training because of it.
             data["loss"] = finite_or_none(data["loss"])
         self.say_if_main(ReportKind.PROGRESS, **data)
 
@@ -576,18 +577,18 @@ class SessionCore:
         return found
 
     def say_worker(self) -> None:
-        """What this worker, of whatever rank, has measured of itself."""
+        """Report this worker's own measurements; every rank does so."""
         found = self.meter.worker()
         if found is not None:
             self.say(ReportKind.WORKER, **found)
 
     def at_exit(self) -> None:
-        """At the end of a process that is not finished: the steps since the last report; no thread stays behind."""
+        """Report the last steps of an unfinished training at process exit, and close everything."""
         if os.getpid() != self._pid:
             return
         is_under_way = self.started and not self.finished and not self.is_rehearsing
         if is_under_way and not self._disbanded:
-            with contextlib.suppress(CheckpointError):  # It was told.
+            with contextlib.suppress(CheckpointError):  # It has been reported.
                 self.tell_saved(self.saver.flush)
         failed = getattr(sys, "last_value", None) is not None
         if is_under_way and self.all_done() and not self.context.managed and not failed:
@@ -597,21 +598,21 @@ class SessionCore:
         self.disband()
 
     def warn(self, message: str) -> None:
-        """Have a warning shown to people, once for all workers."""
+        """Report a warning for the user; only rank 0 does, so it appears once."""
         self.say_if_main(ReportKind.WARNING, message=message)
 
     def say(self, what: ReportKind, /, **data: Any) -> None:
-        """Report something of this worker."""
+        """Write a report of this worker."""
         self.context.reporter.say(what, self.rank, self.step, **data)
 
     def say_if_main(self, what: ReportKind, /, **data: Any) -> None:
-        """Report something of the training."""
+        """Write a report about the whole training; only rank 0 does."""
         if self.is_main:
             self.say(what, **data)
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that gradients are computed for."""
+    """Return the parameters that require gradients."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -620,13 +621,13 @@ def _is_network_url(where: str | Path) -> bool:
 
 
 def _all_finite(model: nn.Module) -> bool:
-    """Whether no weight is NaN or infinite. Eight times faster than ``isfinite().all()``, which makes a mask."""
+    """Return whether all weights are finite. Eight times faster than ``isfinite().all()``, which allocates a mask."""
     weights = [p.detach() for p in model.parameters() if p.is_floating_point() and p.numel()]
     extremes = [extreme.isfinite() for weight in weights for extreme in torch.aminmax(weight)]
-    # One answer from a device, not one a weight: each makes the host wait.
+    # Read one value from the device, not one per weight: each read makes the host wait.
     return not extremes or bool(torch.stack(extremes).all())
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """Return a value that JSON can hold, or None."""
+    """Return the value if it is finite, so that JSON can hold it, else None."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The steps of a session: what all workers agree on at their end, and how workers change between them.
+"""The steps of a session: what all workers agree on at the end of each, and how workers change between steps.
 
 May import torch and the standard library only.
 """
@@ -28,55 +28,55 @@ from elasticflow_airflow.runtime.stepping.gradient_step import Sums, from_rows, 
 from elasticflow_airflow.runtime.stepping.measuring import Activity
 
 REHEARSALS = 4
-"""Steps that a joiner makes on its own before it joins: its first ones are several times slower."""
+"""Number of warm-up steps of a joining worker: the first steps of a process are several times slower."""
 _PREPARE = 1
-"""In the place of a token: no save yet, but each worker gets memory and writer ready for its part."""
+"""Value in place of a token: do not save yet, but allocate memory and start the writer for this worker's part."""
 _TOKEN_BITS = 48
 _TOKEN = 1 << (_TOKEN_BITS - 1)
-"""In every token, so that none is zero or ``_PREPARE``; a float64 holds more bits."""
+"""Bit set in every token, so that no token equals zero or ``_PREPARE``; a float64 holds more than 48 bits exactly."""
 _LAST_WORDS_BYTES = 1 << 16
-"""The last report of a worker is mostly within so many bytes at the end of its file."""
+"""How many bytes at the end of a report file are read first; they usually contain the last report."""
 
 
 class Vote(NamedTuple):
-    """What one worker says at the end of a step, beside its sums; all are sent to all as numbers, in this order."""
+    """Flags that each worker sends to all at the end of a step, with its sums; encoded as numbers in this order."""
 
     leaving: float
-    """It was told to leave."""
+    """Whether the worker has been asked to exit."""
     saving: float
-    """Rank 0 wants a save at the next boundary."""
+    """Whether rank 0 requests a save at the next boundary."""
     switching: float
-    """The generation to switch to that it is ready for; 0: none."""
+    """The generation that the worker is ready to switch to; 0: none."""
     measuring: float
-    """Rank 0 wants the norms of the gradients measured."""
+    """Whether rank 0 requests that gradient norms be measured."""
     strayed: float
-    """The number, from 1, of a buffer that forward passes have changed and that cannot be merged; 0: none."""
+    """The number, from 1, of a buffer that forward passes changed and that cannot be merged; 0: none."""
     parts: float
-    """Where the parts of a save go (a token), or ``_PREPARE``; rank 0's word counts, as elsewhere a listing of the same
-    folder may have been stale."""
+    """Token that identifies a save in parts, or ``_PREPARE``. Only rank 0's value is used, because other workers may
+    see a stale listing of the same folder."""
     generation: float
     order: float
-    """A mark of the order in which it reads a stream, or of the lengths that it was given: it must be the same."""
+    """Fingerprint of the order in which the worker reads a stream, or of its lengths; it must be equal on all."""
 
 
 def _nothing(*_: object) -> None:
-    """What a script without a framework does at any of these moments."""
+    """Default hook, for scripts without a framework."""
 
 
 @dataclass(slots=True)
 class StepHooks:
-    """What a framework does at the moments of a step of which only the session knows."""
+    """Hooks of a framework integration, called at points of a step that only the session knows."""
 
     before_commit: Callable[[WorkerGroup], None] = _nothing
-    """All gradients are summed; who hears of the commit knows that everybody has done this."""
+    """Called when all gradients are summed. A worker that receives the commit knows that all workers have called it."""
     redone: Callable[[], None] = _nothing
-    """A worker has died, and the step is made once more."""
+    """Called when a worker has died and the step is repeated."""
     group_changed: Callable[[], None] = _nothing
-    """Rank and number of workers may be others."""
+    """Called when rank and number of workers may have changed."""
 
 
 class SessionSteps:
-    """Commits steps, and lets workers come, go and die between and within them."""
+    """Commits steps, and handles workers that join, leave or die between and within steps."""
 
     def __init__(self, core: SessionCore) -> None:
         self._core = core
@@ -84,7 +84,7 @@ class SessionSteps:
         self.hooks = StepHooks()
 
     def step_failed(self, error: BaseException, micro_batch_size: int) -> None:
-        """Report an out-of-memory with the micro-batch that was too large; explain what torch does not."""
+        """Report an out-of-memory error with the micro-batch size; add a note to BatchNorm's single-sample error."""
         if "more than 1 value per channel" in str(error):
             error.add_note(
                 "BatchNorm got a micro-batch of one sample: choose another global batch size, or a micro-batch size "
@@ -94,7 +94,7 @@ class SessionSteps:
             self._core.say(ReportKind.OUT_OF_MEMORY, micro_batch_size=micro_batch_size, message=str(error)[:500])
 
     def phase(self, name: str) -> None:
-        """Note what this worker is doing, for its heartbeat."""
+        """Record what this worker is doing, for its heartbeat."""
         core = self._core
         if name == "reduce":
             core.meter.reducing()
@@ -102,7 +102,7 @@ class SessionSteps:
             core.member.watcher.phase = name
 
     def batch_of_step(self, batch: Batch) -> Batch:
-        """This worker's part of the step's batch; fetched again where the worker's place has changed since."""
+        """Return this worker's part of the step's batch; fetch it again if the worker's shares have changed since."""
         self.phase("compute")
         batch = self._fitting(batch)
         self._core.meter.step_begins(batch.global_samples, sum(share.samples for share in batch.shares))
@@ -114,7 +114,7 @@ class SessionSteps:
         position, owned = core.position(), owned_by(core.rank, core.world_size, core.logical_workers)
         if (batch.epoch, batch.step_in_epoch) == position:
             same = [share.ticket.logical for share in batch.shares] == list(owned)
-            # Who joins those that read a stream has a stand-in in hand, wherever that says it is from.
+            # A worker that has just joined holds stand-in samples of the stream, whatever position they claim.
             if same and not (core.just_joined and core.has_stream):
                 return batch
         elif not core.just_joined and not core.is_rehearsing:
@@ -125,23 +125,24 @@ class SessionSteps:
         return core.loader.batch(*position)
 
     def commit(self, sums: Sums) -> Sums:
-        """Tell all workers that the gradients are summed, and agree on what happens at the next boundary.
+        """Exchange votes: all workers confirm their sums and agree on what happens at the next boundary.
 
-        Who gets the answer knows that everybody has the whole sums: should it alone hear of it, the others can still
-        follow. Raises GroupBroken; TypeError when forward passes have changed what cannot be merged, or the workers
-        read a stream in different orders, or were given different lengths.
+        A worker that receives all votes knows that every worker has the complete sums. If it is the only one that
+        receives them, the others can still catch up. Raises GroupBroken. Raises TypeError if forward passes changed a
+        buffer that cannot be merged, or if the workers read a stream in different orders or have different lengths.
         """
         core = self._core
+        if not core.is_rehearsing:
+            self.hooks.before_commit(core.group)
         core.meter.reduced()
         if core.is_rehearsing:
             return replace(sums, loss=sum(sums.losses.values()))
-        self.hooks.before_commit(core.group)
         if core.member is not None:
             core.member.watcher.look()
         leaving = core.terminated or (core.member is not None and core.member.told_to_stop)
         saving, parts = self._wishes_to_save()
         switching = 0 if core.member is None else core.member.ready_for(core.epoch_of(core.step + 1))
-        assert core.gradient_step is not None  # the sums are its own
+        assert core.gradient_step is not None  # it has computed the sums
         measuring, strayed = core.is_main and core.norms.due, core.gradient_step.statistics.strayed()
         vote = Vote(leaving, saving, switching, measuring, strayed, parts, core.context.generation, core.order)
         rows = core.group.exchange(to_row(sums, [float(number) for number in vote], core.logical_workers))
@@ -149,7 +150,7 @@ class SessionSteps:
         votes = [Vote(*numbers) for numbers in flags]
         strayed = int(max(vote.strayed for vote in votes))
         if strayed:
-            # All hear of it, and all end here; the model is not what it should be any more.
+            # All workers see this vote and all end here; the model's state is no longer correct.
             raise TypeError(core.gradient_step.statistics.refusal(strayed))
         if len({vote.order for vote in votes}) > 1:
             raise TypeError(OTHER_ORDERS if core.has_stream else OTHER_LENGTHS)
@@ -163,20 +164,21 @@ class SessionSteps:
         return sums
 
     def _wishes_to_save(self) -> tuple[bool, int]:
-        """Whether this worker, rank 0, wants a save at the next boundary; zero for a whole one, else a new token.
+        """Return whether this worker, if it is rank 0, requests a save at the next boundary, and the token for it.
 
-        Without a save: ``_PREPARE``, where each is to get ready for its part.
+        The token is zero for a save in one piece. Without a save it is ``_PREPARE`` if all workers must prepare to
+        write their parts, else zero.
         """
         core = self._core
         if not (core.is_main and core.shards() and core.saver.can_write_parts):
             return core.is_main and core.saver.is_due, 0
         if core.saver.must_prepare_parts(core.world_size):
             return False, _PREPARE
-        # Not of Python's or torch's generators: they are seeded, and a token is used once.
+        # Python's and torch's generators are seeded and would repeat; a token must be unique.
         return (True, secrets.randbits(_TOKEN_BITS) | _TOKEN) if core.saver.is_due_in_parts else (False, 0)
 
     def recover(self, error: GroupBroken, sums: Sums | None) -> Sums | None:
-        """Go on without those that are gone, from the states in memory; see Step. Raises GroupBroken without a plan."""
+        """Continue without dead workers from the states in memory; see Step. Raises GroupBroken if there is no plan."""
         core = self._core
         if core.member is None or core.is_rehearsing:
             raise error
@@ -190,7 +192,7 @@ class SessionSteps:
         if sums is None or adoption.committed is None:
             self.hooks.redone()
             return None
-        # Should others die at once, this worker may be the only one who knows of it.
+        # If others die right now, this worker may be the only one that knows about the commit.
         core.committed = _committed_of(adoption.committed, sums)
         return core.committed
 
@@ -230,7 +232,7 @@ class SessionSteps:
             core.say_worker()
 
     def boundary(self) -> None:
-        """Between two steps: join, save, change the group or leave, as was agreed on at the end of the last."""
+        """Join, save, change the group or exit between two steps, as agreed at the end of the last step."""
         core = self._core
         if core.is_rehearsing:
             if core.rehearsals >= REHEARSALS:
@@ -257,7 +259,7 @@ class SessionSteps:
         core = self._core
         core.say_progress()
         core.save(wait=True)
-        # Everybody waits for the save: the service takes who is gone for one that needs no time any more.
+        # All workers wait for the save: the service does not expect a worker that has exited to need more time.
         try:
             core.group.wait_for_all()
         except GroupBroken:
@@ -267,17 +269,17 @@ class SessionSteps:
         raise Leaving
 
     def _save_as_survivor(self) -> None:
-        """Save, unless another survivor has: the first rank may be the one that has died."""
+        """Save unless another survivor has done so: rank 0 may be the worker that died."""
         core = self._core
         checkpoints = core.context.checkpoints
         if not isinstance(checkpoints, Path):
-            return  # Under a bare torchrun, which ends all workers when one dies.
+            return  # A bare torchrun, which ends all workers when one dies.
         with turn_of_survivors(checkpoints, core.context.generation, core.step) as needed:
             if needed:
                 core.save(wait=True, whoever=True)
 
     def leave_at_once(self) -> NoReturn:
-        """Leave without saving: others have the state, or this worker never had it."""
+        """Exit without saving: other workers have the state, or this worker never had it."""
         core = self._core
         if not core.is_rehearsing:
             core.say_progress()
@@ -286,12 +288,12 @@ class SessionSteps:
         raise Leaving
 
     def leave_at_once_unheard(self) -> NoReturn:
-        """Leave before anything was trained."""
+        """Exit without a report, before any training."""
         self._core.disband()
         raise Leaving
 
     def _join(self) -> None:
-        """A joiner's way in: wait for the others at a boundary and take their state over."""
+        """Join the training: wait for the other workers at a step boundary and take over their state."""
         core = self._core
         assert core.member is not None
         assert core.registered is not None
@@ -301,7 +303,7 @@ class SessionSteps:
         except Dismissed:
             self.leave_at_once()
         if adoption is None:
-            # The others are in another epoch: so that the script's own loops follow, another rehearsal there.
+            # The others are in another epoch. Warm up again there, so that the script's own loops follow.
             per_epoch, total = core.loader.plan.steps_per_epoch, core.total_or_none()
             epoch = core.member.next_epoch_to_join(core.epoch)
             core.step = per_epoch * (epoch if total is None else min(epoch, (total - 1) // per_epoch))
@@ -319,7 +321,7 @@ class SessionSteps:
         try:
             adoption = core.member.switch(core.registered, self._facts())
         except GroupBroken as error:
-            # The group of before is there still; where it is not, the next step finds that out, and recovers.
+            # The old group usually still exists. If it does not, the next step notices and recovers.
             absent = error.workers if isinstance(error, JoinerSilent) else []
             message = f"the change did not come about ({error}): goes on as before"
             core.say(ReportKind.WARNING, message=message, absent=absent)
@@ -329,27 +331,27 @@ class SessionSteps:
         self._adopted(adoption)
 
     def regroup(self, pending: int | None) -> Adoption:
-        """Form a group of those that live, by the plan without the dead; ``pending``: a step that is not committed."""
+        """Form a group of the survivors by the plan without the dead; ``pending`` is the uncommitted step, if any."""
         core = self._core
         assert core.member is not None
         assert core.registered is not None
         self.phase("wait")
         core.meter.enter(Activity.PAUSE)
         try:
-            is_over = lambda: core.terminated or self._is_over()  # noqa: E731  (it is asked many times)
+            is_over = lambda: core.terminated or self._is_over()  # noqa: E731  (it is called many times)
             adoption = core.member.recover(core.registered, self._facts(), pending, is_over)
         except Dismissed:
             if core.member.everybody_stops or core.terminated:
                 self._save_as_survivor()
             self.leave_at_once()
-        # What was agreed on with the dead is agreed on anew: not all may have heard of it.
+        # Agreements with the dead are void, since some survivors may not have received them.
         core.leaving = core.saving = False
         core.parts = 0, 0
         self._adopted(adoption)
         return adoption
 
     def _is_over(self) -> bool:
-        """Whether rank 0 has said that training is done, whoever died then: no plan would come any more."""
+        """Return whether rank 0 has reported FINISHED: if a worker dies after that, no new plan will come."""
         core = self._core
         assert core.member is not None
         folder, first = Path(core.config.incarnation_dir), core.member.members[0]
@@ -360,17 +362,17 @@ class SessionSteps:
             return False
 
     def finish_for_the_dead(self, error: GroupBroken, data: dict[str, Any]) -> None:
-        """A worker died while all were finishing: who is rank 0 now saves."""
+        """Recover when a worker died while all were finishing; the new rank 0 saves."""
         self.recover_for_the_dead(error)
         data["path"] = self._core.save(wait=True)
 
     def recover_for_the_dead(self, error: GroupBroken) -> None:
-        """A worker died outside of a step."""
+        """Recover when a worker died outside of a step."""
         self._core.say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
         self.regroup(None)
 
     def _facts(self) -> dict[str, Any]:
-        """What a member that joins, or is a step behind, must know beside the state."""
+        """Return what a member that joins, or is a step behind, needs in addition to the state."""
         core = self._core
         present = core.committed.present if core.committed is not None else []
         bits = sum(1 << i for i, here in enumerate(present) if here)
@@ -388,10 +390,10 @@ class SessionSteps:
         }
 
     def _adopted(self, adoption: Adoption) -> None:
-        """The group has changed: everything that names generation, rank or size follows."""
+        """Update everything that depends on generation, rank or size after the group has changed."""
         core = self._core
         core.say_progress()
-        # What is being written belongs to the generation that ends now: nobody would look at it any more.
+        # A save in progress belongs to the generation that ends now, and would never be used.
         core.saver.drop()
         if adoption.took_over is not None:
             self._check_same_parameters(int(adoption.took_over["trained"]))
@@ -420,8 +422,8 @@ class SessionSteps:
         self.hooks.group_changed()
 
     def _check_same_parameters(self, theirs: int) -> None:
-        """A joiner that trains other parameters than the others would wait for sums that never come."""
-        assert self._core.registered is not None  # it has just taken the state over
+        """Raise RuntimeError if this joining worker trains another number of parameters: its sums would never end."""
+        assert self._core.registered is not None  # it has just taken over the state
         own = len(trained_parameters(self._core.registered.model))
         if own != theirs:
             raise RuntimeError(
@@ -432,7 +434,7 @@ class SessionSteps:
 
 
 def last_words(path: Path) -> list[Report]:
-    """The last reports of a worker, at least one if there is any: it may be long, with a script's metrics."""
+    """Return the last reports of a worker, at least one if there is any; one may be long (a script's metrics)."""
     size, span = path.stat().st_size, _LAST_WORDS_BYTES
     while True:
         found = [report for report, _ in read_reports(path, max(0, size - span))]
@@ -442,9 +444,9 @@ def last_words(path: Path) -> list[Report]:
 
 
 def _committed_of(facts: Mapping[str, Any], sums: Sums | None) -> Sums:
-    """What ``facts`` tell of the last step that counts; ``sums``: its sums, of a worker that did it, too."""
+    """Build the sums of the last committed step from ``facts``, and ``sums`` if this worker computed that step, too."""
     bits, loss = int(facts["present"], 16), facts["loss"]
     present = [bool(bits >> i & 1) for i in range(int(facts["trained"]))]
     own = Sums(losses={}, present=present, counts=[]) if sums is None else sums
-    # A loss that is no number is not in the facts.
+    # A loss that is not finite is None in the facts.
     return replace(own, loss=math.nan if loss is None else float(loss), present=present, counts=list(facts["counts"]))

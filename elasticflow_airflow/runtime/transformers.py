@@ -1,10 +1,10 @@
 """Hugging Face's Trainer on a session: ``callbacks=[ElasticCallback()]`` is all that a script changes.
 
-The Trainer keeps what is its own: arguments, collators, loss, optimizer, schedule, callbacks, evaluation, saving. In
-place of its pass over an epoch comes one whose every optimizer step is a step of the session, so that logical workers,
-rescale, recovery and checkpoints are the very same machinery as in a script with a loop of its own; step counts,
-schedule and losses are those of the global batch and never depend on the number of workers. The Trainer itself believes
-that it trains alone. May import torch, transformers and the standard library only.
+The Trainer keeps its arguments, collators, loss, optimizer, schedule, callbacks, evaluation and saving. Its pass over
+an epoch is replaced by one in which every optimizer step is a step of the session. Logical workers, rescaling, recovery
+and checkpoints therefore work exactly as in a script with its own loop; step counts, schedule and losses refer to the
+global batch and never depend on the number of workers. The Trainer itself sees a single process. May import torch,
+transformers and the standard library only.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from elasticflow_airflow.runtime.frameworks.trainer_progress import TrainerProgr
 from elasticflow_airflow.runtime.frameworks.trainer_world import hide_world, set_rank
 from elasticflow_airflow.runtime.samples.sample_order import Batch, ElasticLoader, steps_per_epoch
 from elasticflow_airflow.runtime.session import Session
+from elasticflow_airflow.runtime.session_core import SessionCore
 from elasticflow_airflow.runtime.stepping.optimizer_step import Step
 
 __all__ = ["ElasticCallback", "ElasticOptions", "ElasticTrainer"]
@@ -47,14 +48,14 @@ if not hasattr(Trainer, "_run_epoch"):
         f"transformers {transformers.__version__}: pip install -U transformers"
     )
 
-# Before a script makes its TrainingArguments: they would set up a world, or miss it.
+# This must run before a script creates its TrainingArguments, which would otherwise set up a distributed world.
 hide_world()
 refuse_sharding_at_once()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticOptions:
-    """What ``runtime.init`` takes and ``TrainingArguments`` does not say; see there. The service's word wins."""
+    """Options of ``runtime.init`` that ``TrainingArguments`` lacks; see there. The service's settings override them."""
 
     logical_workers: int | None = None
     max_workers: int | None = None
@@ -66,7 +67,7 @@ class ElasticOptions:
 
 
 class _TrainLoader:
-    """Stands for the training data towards the Trainer: as many micro-batches an epoch as it would count alone."""
+    """Stand-in for the Trainer's training loader; its length is the number of micro-batches of a single process."""
 
     def __init__(self, dataset: Any, loader: ElasticLoader, micro_batches: int) -> None:
         self.dataset, self.loader, self._micro_batches = dataset, loader, micro_batches
@@ -77,7 +78,7 @@ class _TrainLoader:
 
 @dataclass(slots=True)
 class _Run:
-    """One training: the session and what a step needs."""
+    """State of one training: the session and what a step needs."""
 
     session: Session
     data: _TrainLoader
@@ -85,31 +86,31 @@ class _Run:
     progress: TrainerProgress
     prepared: Any = None
     began: bool = False
-    """Whether callbacks were told that training begins."""
+    """Whether this worker has begun its part of the training; see ``_begin_or_go_on``."""
     opened: Step | None = None
-    """The step at whose boundary this worker joined: the others are in it already."""
+    """The step at whose boundary this worker joined; the others are already in it."""
     step: Step | None = None
     weight: float | None = None
     counts_items: bool = False
     divides: bool = False
-    """Whether the loss is divided by the items of the global batch already."""
+    """Whether the loss is already divided by the items of the global batch."""
     evaluation: dict[str, float] = field(default_factory=dict)
     saved_at: int | None = None
-    """The step after which the Trainer last saved a checkpoint of its own."""
+    """The step after which the Trainer last saved its own checkpoint."""
 
     def backward(self, loss: Any, **_options: Any) -> None:
-        """In place of ``accelerator.backward``."""
+        """Replace ``accelerator.backward``."""
         if self.step is None:
             raise RuntimeError("a backward pass outside of a training step")
         self.step.backward(loss, self.weight)
 
 
 _Base: Any = object
-"""What comes after the mixin is the user's class of Trainer."""
+"""Placeholder base of the mixin; the user's Trainer class follows it in the MRO."""
 
 
 class ElasticMixin(_Base):  # type: ignore[misc]  # any class
-    """What an elastic Trainer does otherwise. Not for direct use: see ElasticCallback and ElasticTrainer."""
+    """Overrides that make a Trainer elastic. Not for direct use: see ElasticCallback and ElasticTrainer."""
 
     _elastic_options = ElasticOptions()
     _elastic: _Run | None = None
@@ -118,7 +119,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
     # -- setting up ---------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Begin the session, and deal the training set out to the workers."""
+        """Begin the session, and distribute the training set to the workers."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         if self._elastic is not None:
@@ -152,7 +153,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         return data
 
     def _lengths(self) -> list[int]:
-        """Lengths of the training samples: of their column, or counted, as the Trainer itself would."""
+        """Return the lengths of the training samples, from their column or counted, as the Trainer does."""
         dataset, column = self.train_dataset, self.args.length_column_name
         if column in (getattr(dataset, "column_names", None) or ()):
             return list(dataset[column])
@@ -184,20 +185,22 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             )
             steps = math.ceil(args.num_train_epochs * per_epoch)
         return Session(
-            context,
-            steps=steps,
-            micro_batch_size=args.per_device_train_batch_size,
-            checkpoint_interval_s=options.checkpoint_interval_s,
-            logical_workers=options.logical_workers,
-            max_workers=options.max_workers,
-            threads=options.threads,
-            mixed_with=seed,
-            consistency=options.consistency,
-            shard_checkpoints_above_gb=options.shard_checkpoints_above_gb,
+            SessionCore(
+                context,
+                steps=steps,
+                micro_batch_size=args.per_device_train_batch_size,
+                checkpoint_interval_s=options.checkpoint_interval_s,
+                logical_workers=options.logical_workers,
+                max_workers=options.max_workers,
+                threads=options.threads,
+                mixed_with=seed,
+                consistency=options.consistency,
+                shard_checkpoints_above_gb=options.shard_checkpoints_above_gb,
+            )
         )
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of one optimizer step, over all workers."""
+        """Return the number of samples of one optimizer step, over all workers."""
         if self._elastic is None:
             return int(super().get_total_train_batch_size(args))
         return self._elastic.data.loader.plan.global_batch_size
@@ -205,7 +208,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
     ) -> tuple[int, int]:
-        """Build everything, restore it or take it over from those who train, and say in which epoch that is."""
+        """Build all parts, restore them or take over the state of running workers, and return the current epoch."""
         if trial is not None:
             raise ValueError("hyperparameter_search(): an elastic Trainer trains once; submit a job for each trial")
         run = self._run
@@ -229,7 +232,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         return run.session.epoch, 0
 
     def _prepare_for_training(self, *_arguments: Any, **_more: Any) -> Any:
-        """Everything was prepared with the training state."""
+        """Return what ``_init_training_state`` has already prepared."""
         return self._run.prepared
 
     def _look_at_loss(self) -> None:
@@ -240,7 +243,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         )
 
     def _rehearse(self) -> None:
-        """Make steps that do not count, until those who train take this worker in."""
+        """Do warm-up steps that do not count, until this worker has joined the running training."""
         run = self._run
         model = run.prepared[0] if isinstance(run.prepared, tuple) else self.model
         for _epoch in run.session.epochs():
@@ -254,12 +257,12 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
                     self._clip(model)
                     self.optimizer.step()
                     model.zero_grad()
-        run.session.finish()  # the others came to the end meanwhile; leaves
+        run.session.finish()  # the others have finished meanwhile; this exits
 
     # -- training -----------------------------------------------------------------------------------------------
 
     def _run_epoch(self, model: Any, epoch: int, start_time: float, **context: Any) -> None:
-        """Train what is left of an epoch."""
+        """Train the rest of an epoch."""
         run = self._run
         self._begin_or_go_on()
         grad_norm: Any = None
@@ -286,10 +289,10 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         self._log_save_evaluate(grad_norm, learning_rate, model, epoch, start_time, context)
 
     def _share_of_step(self, model: Any, step: Step, batch: Batch) -> None:
-        """Forward and backward passes of this worker; then gradients are those of the global batch."""
+        """Run this worker's forward and backward passes; afterwards gradients are those of the global batch."""
         run = self._run
         run.step = step
-        # Each micro-batch has its weight from us.
+        # We weight each micro-batch ourselves.
         self.current_gradient_accumulation_steps = 1
         self.accelerator.gradient_state._set_sync_gradients(True)
         for inputs in step.split(batch, self._measure):
@@ -298,7 +301,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             if run.divides:
                 run.weight = 1.0
             elif run.counts_items:
-                # A mean over the items of the micro-batch: it weighs as many as there are.
+                # The loss is a mean over the items of the micro-batch: weight it by their number.
                 run.weight = (item_count(self, inputs) or 0.0) / items
                 if run.weight == 0.0:
                     step.backward(torch.zeros((), device=run.session.device, requires_grad=True), 0.0)
@@ -308,7 +311,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         run.step = None
 
     def _measure(self, content: Any) -> Sequence[float]:
-        """Items that the loss is a mean over, floating-point operations and tokens of one collated share."""
+        """Return number of items (that the loss is a mean over), floating-point operations and tokens of a share."""
         if content is None:
             return [0.0, 0.0, 0.0]
         before = self.state.num_input_tokens_seen
@@ -365,7 +368,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
         )
 
     def _follow_rank(self) -> None:
-        """Print and write files where this worker is the first now, and nowhere else."""
+        """Let this worker print and write files if it has become rank 0, and stop it if it no longer is."""
         session = self._run.session
         set_rank(0 if session.is_main else max(1, session.rank))
         became = session.is_main and not self.state.is_world_process_zero
@@ -387,16 +390,16 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
     # -- evaluating, saving, ending -----------------------------------------------------------------------------
 
     def _evaluate(self, trial: Any, ignore_keys: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Evaluate on every worker, all of the set: what follows from the metrics is the same everywhere."""
+        """Evaluate the whole set on every worker: decisions based on the metrics are then the same everywhere."""
         if skip_scheduler and self.state.global_step:
-            return {}  # eval_on_start, in a training that began long ago
+            return {}  # eval_on_start, but the training has begun before
         self._run.session._steps.phase("evaluate")
         metrics: dict[str, float] = super()._evaluate(trial, ignore_keys, skip_scheduler)
         self._run.evaluation = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, and attach the numbers to the session's next report."""
+        """Log, and add the numbers to the session's next progress report."""
         super().log(logs, start_time)
         if self._elastic is not None and not self._elastic.session.is_warming_up:
             numbers = {
@@ -405,7 +408,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             self._elastic.session.log(**numbers)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Let the first worker save the Trainer's own checkpoint; the others remember the same of it."""
+        """Save the Trainer's own checkpoint on rank 0; the other workers only record the same state about it."""
         self._run.saved_at = self.state.global_step
         if self.args.should_save:
             super()._save_checkpoint(model, trial)
@@ -416,7 +419,7 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             self.state.best_model_checkpoint = str(Path(self._get_output_dir(trial)) / folder)
 
     def _begin_or_go_on(self) -> None:
-        """Once, when this worker's part begins: take up counters, and what was left half saved at this very step."""
+        """Restore counters, and complete a partial save of the current step; only the first call does anything."""
         run = self._run
         if run.began:
             return
@@ -427,20 +430,20 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
             self._complete_save()
 
     def _folder_of_step(self) -> Path:
-        """Where the Trainer saves its checkpoint of this step."""
+        """Return the folder of the Trainer's checkpoint of the current step."""
         return Path(self._get_output_dir(None)) / f"checkpoint-{self.state.global_step}"
 
     def _complete_save(self) -> None:
-        """Save what the first worker died over, from the same state: no step was applied since."""
+        """Complete a save during which rank 0 died. The state is the same: no step has been applied since."""
         folder = self._folder_of_step()
-        if not _is_whole(folder / TRAINER_STATE_NAME):  # what is written last
+        if not _is_whole(folder / TRAINER_STATE_NAME):  # the file that is written last
             super()._save_checkpoint(self.model, None)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        """End the training: the session's final checkpoint holds the best model where that was asked for."""
+        """End the training; the session's final checkpoint holds the best model if that was requested."""
         run = self._run
         self._begin_or_go_on()
-        # The first worker may be writing its last checkpoint, or the best model, which all load.
+        # Rank 0 may still be writing its last checkpoint, or the best model, which all workers load.
         while not run.session.wait_for_all():
             self._follow_rank()
         output = super()._finalize_training(trial, num_train_samples, start_time)
@@ -457,10 +460,11 @@ class ElasticMixin(_Base):  # type: ignore[misc]  # any class
 
 
 class ElasticCallback(TrainerCallback):
-    """Makes the Trainer that it is given to elastic: ``Trainer(..., callbacks=[ElasticCallback()])``.
+    """Makes its Trainer elastic: ``Trainer(..., callbacks=[ElasticCallback()])``.
 
-    The arguments are those of ``runtime.init`` that ``TrainingArguments`` does not have. Under the service, what was
-    submitted wins. Raises TypeError or ValueError, when the Trainer is made, for what cannot train elastically.
+    The arguments are those of ``runtime.init`` that ``TrainingArguments`` does not have. Under the service the
+    submitted settings override them. Creating the Trainer raises TypeError or ValueError if it cannot train
+    elastically.
     """
 
     def __init__(
@@ -485,18 +489,18 @@ class ElasticCallback(TrainerCallback):
         )
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """The Trainer is complete: give it a class with our part in it."""
+        """Make the Trainer elastic, now that it is complete: give it a class with the mixin."""
         _make_elastic(self._find_trainer(), self._options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Find out that the callback came too late. Raises RuntimeError."""
+        """Raise RuntimeError if the callback was added too late."""
         if not isinstance(self._find_trainer(), ElasticMixin):
             raise RuntimeError(
                 "ElasticCallback was added to a Trainer that exists already: give it in Trainer(callbacks=[...])"
             )
 
     def _find_trainer(self) -> Any:
-        """The Trainer that calls: callbacks are not told."""
+        """Return the calling Trainer, found on the stack: callbacks do not receive it."""
         frame = sys._getframe(1)
         while frame is not None:
             found = frame.f_locals.get("self")
@@ -507,7 +511,7 @@ class ElasticCallback(TrainerCallback):
 
 
 class ElasticTrainer(ElasticMixin, Trainer):  # type: ignore[misc]  # transformers is not typed for us
-    """``Trainer`` with :class:`ElasticCallback`'s part in it, to derive classes from. ``elastic``: its options."""
+    """``Trainer`` with the behavior of :class:`ElasticCallback`, for subclassing; ``elastic`` holds its options."""
 
     def __init__(self, *args: Any, elastic: ElasticOptions | None = None, **kwargs: Any) -> None:
         refuse_sharding(kwargs["args"] if "args" in kwargs else args[1] if len(args) > 1 else None)
@@ -516,7 +520,7 @@ class ElasticTrainer(ElasticMixin, Trainer):  # type: ignore[misc]  # transforme
 
 
 def _is_whole(state: Path) -> bool:
-    """Whether a Trainer's state is on disk to its end."""
+    """Return whether a Trainer's state file is complete on disk."""
     try:
         TrainerState.load_from_json(str(state))
     except (FileNotFoundError, ValueError):

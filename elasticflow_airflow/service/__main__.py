@@ -22,11 +22,11 @@ from elasticflow_airflow.service.store.service_lock import describe
 from elasticflow_airflow.service.telemetry.service_log import set_up_logging
 
 CANNOT_SERVE = "elasticflow: "
-"""Before the sentence that says why it cannot serve: whoever starts it looks for that."""
+"""Prefix of the sentence that says why it cannot serve; the starting process looks for it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; returns the exit status. Another service on the same state directory is fine when embedded."""
+    """Run; returns the exit status. If embedded, another service on the same state directory is no error."""
     parser = argparse.ArgumentParser(prog="python -m elasticflow_airflow.service", description=__doc__)
     parser.add_argument("--embedded", action="store_true", help="Unix socket; leave when idle")
     parser.add_argument("--state-dir", type=Path)

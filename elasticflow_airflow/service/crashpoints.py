@@ -1,7 +1,7 @@
-"""Named moments at which a test may have this process killed: before and after every commit and every engine call.
+"""Named points at which a test may kill this process: before and after every commit and every engine call.
 
-Inert unless ``ELASTICFLOW_CRASH_AT=<n>`` is set when the process starts: then the n-th point that it passes is its
-last (``SIGKILL``, so that nothing cleans up). ``ELASTICFLOW_CRASH_LOG`` names a file that learns which point it was.
+Inert unless ``ELASTICFLOW_CRASH_AT=<n>`` is set when the process starts: then the process is killed at the n-th point
+that it passes (``SIGKILL``, so that nothing cleans up). ``ELASTICFLOW_CRASH_LOG`` names a file to log that point in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _passed = itertools.count(1)
 
 
 def arm(crash_at: int) -> None:
-    """Begin to count anew and die at the ``crash_at``-th point (0: never). For tests that fork."""
+    """Restart the count, and die at the ``crash_at``-th point (0: never). For tests that fork."""
     global _crash_at, _passed
     _crash_at = crash_at
     _passed = itertools.count(1)

@@ -1,6 +1,6 @@
-"""The daemon's life: one service per state directory, where it listens, and when it leaves.
+"""The life cycle of the daemon: one service per state directory, where it listens, and when it exits.
 
-Puts the parts together; holds no rule of theirs.
+Assembles the parts; contains none of their rules.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from elasticflow_airflow.service.telemetry.traces import traces_from_environment
 SOCKET_PATH_LIMIT = 107
 _IDLE_LOOK_S = 0.5
 _SWITCH_S = 0.001
-"""The loop computes for seconds when many submit: whoever answers others comes in between five times as often."""
+"""The loop may compute for seconds when many jobs come; other threads then get their turn five times as often."""
 _COLLECT = (50_000, 20, 50)
-"""Plans are made of many small objects that form no cycles: looking for cycles less often, nobody waits for that."""
+"""Plans are many small objects without cycles: garbage collection runs less often, so that nothing waits for it."""
 _FAKE_NODES = (1, 4)
 
 log = structlog.get_logger()
@@ -65,7 +65,7 @@ class CannotServeError(Exception):
 
 @contextmanager
 def lock_state_dir(state_dir: Path) -> Iterator[bool]:
-    """Hold the state directory's lock for life; yields False when another service holds it.
+    """Hold the state directory's lock during the block; yields False when another service holds it.
 
     Raises CannotServeError when the directory cannot be used.
     """
@@ -88,11 +88,11 @@ def lock_state_dir(state_dir: Path) -> Iterator[bool]:
 
 
 def serve(settings: ServiceSettings, *, embedded: bool) -> None:
-    """Run the service until it is told to leave, or (embedded) until it has been idle for long enough.
+    """Run the service until a signal ends it or, if embedded, until it has been idle for long enough.
 
-    The caller holds the lock. Raises CannotServeError, with what to do.
+    The caller holds the lock. Raises CannotServeError, which says what to do.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also before there is a server that hears of it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also before there is a server that handles it
     sys.setswitchinterval(_SWITCH_S)
     gc.set_threshold(*_COLLECT)
     gc.freeze()
@@ -180,10 +180,10 @@ def assemble(
     monotonic: Callable[[], float] = time.monotonic,
     check: Callable[[Connection], None] = lambda _: None,
 ) -> tuple[ServiceParts, Reconciler, CandidateService]:
-    """Put the service together around an engine, for the daemon and for whoever has a clock of his own.
+    """Assemble the service around an engine, for the daemon and for callers with their own clock.
 
-    ``check`` says at each write whether this service owns the database (see ``service_lock.py``). The caller runs the
-    loop, and closes the candidate service, the engine and the store.
+    ``check`` is called at each write and raises if this service does not own the database (see ``service_lock.py``).
+    The caller runs the loop, and closes the candidate service, the engine and the store.
     """
     store = Store(settings.store_url(), clock=clock, check=check)
     snapshots = Snapshots(
@@ -236,11 +236,11 @@ def assemble(
 
 
 class _OrderlyServer(uvicorn.Server):
-    """Stops at SIGTERM or SIGINT and returns: uvicorn's own raises the signal again, before anything is put away."""
+    """A server that returns at SIGTERM or SIGINT; uvicorn's own raises the signal again, before anything is closed."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ask the server to exit at the first signal, at once at the second SIGINT."""
+        """Ask the server to exit at the first signal, and to exit at once at the second SIGINT."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -250,7 +250,7 @@ class _OrderlyServer(uvicorn.Server):
 
 
 def open_engine(settings: ServiceSettings) -> Engine:
-    """The engine that the settings name. Raises CannotServeError."""
+    """Create the engine that the settings name. Raises CannotServeError."""
     if settings.engine == "fake":
         from elasticflow_airflow.engines.fake.engine import FakeEngine, fake_nodes
 
@@ -313,7 +313,7 @@ def _listen(settings: ServiceSettings, embedded: bool) -> tuple[socket.socket, s
             f"the socket path {path} has {length} bytes, and a Unix socket takes at most {SOCKET_PATH_LIMIT}: choose a "
             "shorter state directory ([elasticflow] state_dir in airflow.cfg, or ELASTICFLOW_STATE_DIR)"
         )
-    path.unlink(missing_ok=True)  # Ours: we hold the lock, so whoever made it is gone.
+    path.unlink(missing_ok=True)  # We hold the lock, so the service that made it is gone.
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
@@ -327,7 +327,7 @@ def _listen(settings: ServiceSettings, embedded: bool) -> tuple[socket.socket, s
 
 @contextmanager
 def _explained(settings: ServiceSettings) -> Iterator[None]:
-    """Turn what keeps the database from being used into one sentence."""
+    """Convert errors that keep the database from being used into a CannotServeError with one sentence."""
     try:
         yield
     except CANNOT_OPEN as error:
@@ -335,7 +335,7 @@ def _explained(settings: ServiceSettings) -> Iterator[None]:
 
 
 def _write_card(state_dir: Path, where: str, started_at: float, *, embedded: bool) -> ServiceCard:
-    """Say who serves this directory."""
+    """Write the card that says which process serves this directory."""
     card = ServiceCard(
         pid=os.getpid(),
         host=socket.gethostname(),
@@ -355,7 +355,7 @@ def _write_card(state_dir: Path, where: str, started_at: float, *, embedded: boo
 
 
 def _note_end(state_dir: Path, started_at: float, *, idle: bool) -> None:
-    """Say that the service has ended by itself: nobody waits for it to be started again."""
+    """Note in the card that the service has ended by itself, so that no client waits for its restart."""
     card = ServiceCard.read(state_dir)
     if card is None or card.started_at != started_at:
         return

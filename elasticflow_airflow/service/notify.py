@@ -1,6 +1,6 @@
-"""How the parts of the service wake each other: handlers wake the loop, the loop wakes waiting handlers and streams.
+"""Wakes the parts of the service: handlers wake the loop, and the loop wakes waiting handlers and streams.
 
-Only a signal that something may have changed: what changed is read from the store.
+A signal means only that something may have changed; the change itself is read from the store.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Notifier:
         self._streams: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def wake(self) -> None:
-        """Tell the loop that somebody wants something."""
+        """Wake the loop, because there is something to do."""
         self._wake.set()
 
     def sleep(self, timeout_s: float | None) -> None:
-        """The loop's wait: until :meth:`wake`, or for ``timeout_s`` seconds (None: for ever)."""
+        """Wait, as the loop, until :meth:`wake`, or for ``timeout_s`` seconds (None: without limit)."""
         self._wake.wait(timeout_s)
         self._wake.clear()
 
     def changed(self) -> None:
-        """Tell all waiting handlers and streams to look again."""
+        """Wake all waiting handlers and streams, so that they look again."""
         with self._changed:
             self._version += 1
             self._changed.notify_all()
@@ -58,13 +58,13 @@ class Notifier:
                         return look()
 
     def subscribe(self) -> asyncio.Event:
-        """An event of the calling asyncio loop that is set at each change; give it back with :meth:`unsubscribe`."""
+        """Return an event of the calling asyncio loop, set at each change; release it with :meth:`unsubscribe`."""
         event = asyncio.Event()
         with self._changed:
             self._streams[event] = asyncio.get_running_loop()
         return event
 
     def unsubscribe(self, event: asyncio.Event) -> None:
-        """Forget an event of :meth:`subscribe`."""
+        """Release an event of :meth:`subscribe`."""
         with self._changed:
             self._streams.pop(event, None)

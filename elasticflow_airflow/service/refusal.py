@@ -1,4 +1,4 @@
-"""What the API refuses, as one exception: a status, a short code, what was wrong, and what to do."""
+"""Refusals of the API as one exception: a status, a short code, what was wrong, and what to do."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MEANINGS = {
     503: "Not now: ask again in a moment",
     507: "There is no room for it on the disk",
 }
-"""What each status of a refusal means."""
+"""The meaning of each status of a refusal."""
 
 
 def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The refusals of a route, as its ``responses``; those that all routes may give need not be named."""
+    """Return the ``responses`` of a route for these refusals; those that every route may give need not be named."""
     return {status: {"model": Problem, "description": MEANINGS[status]} for status in statuses}
 
 
 class Refusal(Exception):  # noqa: N818  (an answer, not a defect)
-    """Becomes an error answer with a ``Problem`` as its body.
+    """An error that is answered with a ``Problem`` as the body.
 
-    ``retry_after_s``: when it is worth asking again (503 only).
+    ``retry_after_s``: after how many seconds the client should ask again (503 only).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ def no_such_job(job_id: str) -> Refusal:
 
 
 def wrong_job_id(job_id: str, made: str) -> Refusal:
-    """422: a submission was sent to another id than its identity makes."""
+    """422: a submission was sent to an id other than the one of its identity."""
     return Refusal(
         422,
         "wrong_job_id",
@@ -58,7 +58,7 @@ def wrong_job_id(job_id: str, made: str) -> Refusal:
 
 
 def never_fits(min_workers: int, slots: int) -> str:
-    """Why a job is too large for any moment."""
+    """Return why a job can never fit into the cluster."""
     return f"min_workers={min_workers} never fits: the cluster has {slots} slots"
 
 

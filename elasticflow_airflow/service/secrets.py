@@ -1,4 +1,4 @@
-"""Encrypts what ``secret_env`` holds, and keeps secrets out of what is shown.
+"""Encrypts ``secret_env``, and keeps secrets out of everything that is shown.
 
 The key is a 0600 file in the state directory; nothing here is ever logged.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cryptography.fernet import Fernet
 
 _SENSITIVE = re.compile(r"apikey|authorization|credentials?|key|pass(?:phrase|wd|word)|pwd|secrets?|token", re.I)
-"""Last words of the names of options whose values are secrets; ``--password-file`` and ``--max-tokens`` have none."""
+"""Matches the last word of option names with secret values; ``--password-file`` and ``--max-tokens`` have none."""
 _OPTION = re.compile(r"(?P<dashes>[-+]{0,2})(?P<name>[A-Za-z][\w.-]*)(?P<value>=.*)?", re.DOTALL)
 _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 _PASSWORD_IN_URL = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+@")
@@ -31,23 +31,23 @@ _SHORTEST = 4
 
 
 class SecretError(Exception):
-    """Secrets cannot be stored, or stored ones not be read."""
+    """Secrets cannot be stored, or stored secrets cannot be read."""
 
 
 class SecretBox:
-    """Fernet with a key of its own; the library is loaded when the first secret comes."""
+    """Fernet encryption with its own key; the library is loaded when the first secret is handled."""
 
     def __init__(self, key_file: Path) -> None:
         self._key_file = key_file
 
     def seal(self, secrets: Mapping[str, str]) -> bytes | None:
-        """Encrypt; None for no secrets at all. Raises SecretError when the key file holds no key."""
+        """Encrypt secrets; returns None if there are none. Raises SecretError when the key file holds no key."""
         if not secrets:
             return None
         return self._fernet(create=True).encrypt(json.dumps(dict(secrets)).encode())
 
     def open(self, sealed: bytes | None) -> dict[str, str]:
-        """Decrypt. Raises SecretError when the key is not the one that it was sealed with."""
+        """Decrypt secrets. Raises SecretError when the key is not the one that they were sealed with."""
         if sealed is None:
             return {}
         from cryptography.fernet import InvalidToken
@@ -79,17 +79,17 @@ class SecretBox:
             ) from error
 
     def _make_key(self) -> bytes:
-        """Make the key, and return the one that counts: others may be doing the same, in any thread or process."""
+        """Create the key, and return the key in effect: another thread or process may create one at the same time."""
         from cryptography.fernet import Fernet
 
-        # A name that nobody else has, and a link, which fails where there is a key: it is there whole or not at all.
+        # A unique name, then a link, which fails if the key exists: the key file is complete or absent.
         descriptor, temporary = tempfile.mkstemp(dir=self._key_file.parent, prefix=f".{self._key_file.name}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(Fernet.generate_key())
                 file.flush()
                 os.fsync(file.fileno())
-            with suppress(FileExistsError):  # Another was faster: then that one counts.
+            with suppress(FileExistsError):  # Another one was faster: its key is used.
                 os.link(temporary, self._key_file)
         finally:
             os.unlink(temporary)
@@ -104,12 +104,12 @@ def redact(text: str, secrets: Mapping[str, str]) -> str:
 
 
 def worth_hiding(values: Iterable[str]) -> list[str]:
-    """Those that are long enough, the longest first: shorter ones would tear ordinary words apart."""
+    """Return the values that are long enough to hide, longest first; shorter ones would break ordinary words."""
     return sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
 
 
 def redact_all(value: Any, secrets: Mapping[str, str], depth: int = METRICS_DEPTH + 2) -> Any:
-    """Replace every secret in the texts of a JSON value, names of objects included; deeper than ``depth`` nothing."""
+    """Replace every secret in the texts and object keys of a JSON value, down to ``depth`` levels."""
     if isinstance(value, str):
         return redact(value, secrets)
     if depth and isinstance(value, Mapping):
@@ -120,9 +120,10 @@ def redact_all(value: Any, secrets: Mapping[str, str], depth: int = METRICS_DEPT
 
 
 def hidden_values(box: SecretBox, command: Command, sealed: bytes | None) -> dict[str, str]:
-    """What must not show up in texts of a job. Without the key no environment was given to the workers.
+    """Return the secrets that must not appear in texts of a job, by name.
 
-    Raises what reading a stored submission raises that nobody can read.
+    If the key is missing, only those in arguments: the workers were then given no secret environment. Raises what
+    reading an unreadable stored submission raises.
     """
     in_args = secrets_in_args(command.args, command.args_shown)
     try:
@@ -132,9 +133,9 @@ def hidden_values(box: SecretBox, command: Command, sealed: bytes | None) -> dic
 
 
 def shown_args(args: Sequence[str], as_told: Sequence[str] | None) -> list[str]:
-    """The arguments of a script for people. ``as_told``: as their submitter shows them, who may know more secrets.
+    """Return a script's arguments for display. ``as_told``: as the submitter shows them, who may know more secrets.
 
-    Beside those, the values of options that are called like secrets, and passwords in URLs, are left out.
+    In addition, the values of options with secret-like names, and passwords in URLs, are left out.
     """
     shown: list[str] = []
     hides_next = False
@@ -152,7 +153,7 @@ def shown_args(args: Sequence[str], as_told: Sequence[str] | None) -> list[str]:
 
 
 def secrets_in_args(args: Sequence[str], as_told: Sequence[str] | None) -> dict[str, str]:
-    """The values that the submitter does not show, by a name of their own: a failing script may print its arguments."""
+    """Return the values that the submitter hides, by generated names: a failing script may print its arguments."""
     found: dict[str, str] = {}
     for arg, shown in zip(args, as_told or args, strict=True):
         if arg == shown:
@@ -163,7 +164,7 @@ def secrets_in_args(args: Sequence[str], as_told: Sequence[str] | None) -> dict[
 
 
 def _hidden(text: str, shown: str) -> list[str]:
-    """What stands in a text where ``***`` is shown; nothing when it is another text. Linear in their lengths."""
+    """Return the parts of a text shown as ``***``; empty if ``shown`` does not match. Linear in the lengths."""
     first, *rest = shown.split(REDACTED)
     if not rest or not text.startswith(first) or not text.endswith(rest[-1]):
         return []

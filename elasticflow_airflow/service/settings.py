@@ -1,6 +1,6 @@
 """Settings of the service, each from an environment variable ``ELASTICFLOW_<NAME>``. Times are seconds.
 
-Reads the environment and the files that it names; knows nothing of the service's parts.
+Reads the environment and the files that it names; knows nothing about the service's parts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 
 SCHEDULER_NAME = "elasticflow"
-"""The one scheduler of the service, by the name that it has among the policies of the simulator."""
+"""The only scheduler of the service, by its name among the policies of the simulator."""
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class ServiceSettings(BaseSettings):
-    """Everything that can be set. The defaults suit the embedded service of one machine."""
+    """All settings. The defaults suit the embedded service of one machine."""
 
     model_config = SettingsConfigDict(env_prefix="ELASTICFLOW_", extra="ignore", frozen=True)
 
@@ -33,7 +33,7 @@ class ServiceSettings(BaseSettings):
     token: SecretStr | None = None
     token_file: Path | None = None
     metrics_token: SecretStr | None = None
-    """Opens ``/metrics`` and nothing else: for Prometheus, which need not be able to submit."""
+    """Grants access to ``/metrics`` only: for Prometheus, which does not need to submit jobs."""
     metrics_token_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -46,46 +46,46 @@ class ServiceSettings(BaseSettings):
     virtual_nodes: str | None = None
     """``"4x2"``: present this machine as 4 nodes of 2 slots."""
     slot_lock_dir: Path | None = None
-    """Machine-wide folder of the slot locks; default: one a user in the temporary folder."""
+    """Machine-wide folder of the slot locks; default: one folder per user in the temporary folder."""
     warm_imports: str | None = None
-    """``"torch,transformers"``: keep a process that has imported these, from which jobs start without waiting."""
+    """``"torch,transformers"``: keep a process that has imported these modules, so that jobs start faster."""
 
     policy: str = SCHEDULER_NAME
-    """Nothing else can be served. Kept so that a deployment that names our scheduler goes on working."""
+    """The only allowed value. Kept so that deployments that name the scheduler continue to work."""
     objective: Literal["first-come", "value"] = "first-come"
-    """Whom to promise when not everybody can be: who comes first, or who is worth more than what it takes."""
+    """Which jobs to admit when not all fit: by arrival, or those worth more than they take from expected arrivals."""
 
     idle_exit_s: float = Field(default=600.0, gt=0)
-    """The embedded service leaves when there was no live job and no request for so long."""
+    """The embedded service exits after this time without a live job or a request."""
     transition_interval_s: float = Field(default=0.25, gt=0)
     running_interval_s: float = Field(default=1.0, gt=0)
     renew_interval_s: float = Field(default=5.0, gt=0)
     inventory_interval_s: float = Field(default=5.0, gt=0)
 
     confidence: float = Field(default=0.9, ge=0.5, lt=1)
-    """A promise is kept with this probability, whatever the speeds turn out to be that have not been measured yet."""
+    """The probability with which a promised deadline is kept, given the uncertainty of speeds not measured yet."""
     throughput_error: float = Field(default=0.10, ge=0, lt=1)
-    """How wrong the speeds of a task may be of which no past run has shown it: the standard deviation, as a fraction.
+    """Assumed error of the speeds of a task without past runs: the standard deviation, as a fraction.
 
-    Past runs show it, and speeds that a run has measured need no margin: hardly anybody has to set this.
+    Past runs show the real error, and measured speeds need no margin, so this rarely has to be set.
     """
     deadline_margin_s: float = Field(default=2.0, ge=0)
-    """Every plan ends this much before its deadline: delays of the loop and the engine."""
+    """Every plan ends this much before its deadline, to allow for delays of the loop and the engine."""
     offer_margin_s: float = Field(default=60.0, ge=0)
     """Added to the earliest feasible deadline that a rejection offers, which is then rounded up to the next minute."""
     default_startup_s: float = Field(default=15.0, ge=0)
-    """Assumed until measured."""
+    """Assumed until it is measured."""
     default_pause_s: float = Field(default=10.0, ge=0)
     default_in_place_pause_s: float = Field(default=1.0, ge=0)
-    """How long training stands still for a change of its workers without a restart; assumed until measured."""
+    """How long training pauses for an in-place change of workers; assumed until it is measured."""
     default_join_s: float = Field(default=15.0, ge=0)
-    """How long new workers take until they can join a training that runs; assumed until measured."""
+    """How long new workers need until they can join a running training; assumed until it is measured."""
     default_tail_s: float = Field(default=10.0, ge=0)
     wake_up_allowance_s: float = Field(default=5.0, ge=0)
     """Part of the tail: from the promoted checkpoint to the Airflow task that uses it."""
 
     profile_skip_steps: int = Field(default=2, ge=0)
-    """Steps after the start of a gang that do not count as its speed."""
+    """Steps after the start of a gang that do not count towards its speed."""
     profile_steps: int = Field(default=10, ge=1)
     profile_s: float = Field(default=3.0, gt=0)
     """A size is measured after ``profile_steps`` steps that took at least a tenth of this, or after this time."""
@@ -93,52 +93,52 @@ class ServiceSettings(BaseSettings):
     profile_startup_s: float = Field(default=120.0, gt=0)
 
     explore_gain: float = Field(default=0.35, ge=0, lt=1)
-    """Part of its remaining time that a running job may hope to save with a size that was never measured (0: never)."""
+    """The fraction of its remaining time that a running job is assumed to save with an unmeasured size (0: never)."""
 
     grace_s: float = Field(default=60.0, gt=0)
-    """How long workers that are told to leave may take to save, before SIGTERM, and again before SIGKILL."""
+    """How long workers that are asked to leave may take to save before SIGTERM, and again before SIGKILL."""
     checkpoint_interval_s: float | None = Field(default=None, gt=0)
-    """None: as often as pays off, from what a save costs and how often the job has failed."""
+    """None: chosen from the cost of a save and the failure rate of the job."""
     keep_checkpoints: int = Field(default=2, ge=1)
     max_restarts: int = Field(default=2, ge=0)
-    """After failures of a worker, with progress in between."""
+    """Restarts after failures of a worker, with progress in between."""
     max_losses: int = Field(default=5, ge=0)
     """Gangs lost with their node or supervisor, without progress in between."""
     hang_min_s: float = Field(default=300.0, gt=0)
-    """A job without progress for so long (or 20 times its measured step time, if longer) hangs."""
+    """A job without progress for this time (or 20 times its measured step time, if longer) counts as hung."""
     start_limit_s: float = Field(default=900.0, gt=0)
-    """A gang may take so long from its start to its first step."""
+    """The longest time from the start of a gang to its first step."""
     drain_lead_s: float = Field(default=30.0, ge=0)
-    """Workers are moved off a node so long before it goes away: others have to start elsewhere first."""
+    """How long before a node goes away its workers are moved: others have to start elsewhere first."""
     in_place_limit_s: float = Field(default=300.0, gt=0)
-    """A change of workers without a restart may take so long; then the job is changed by a restart."""
+    """The longest time for an in-place change of workers; after it, the job is changed by a restart."""
     in_place_attempts: int = Field(default=2, ge=0)
-    """So many such changes that fail in a row, and a job is changed by restarts only (0: always)."""
+    """After this many failed in-place changes in a row, a job is changed by restarts only (0: always by restarts)."""
     max_recoveries: int = Field(default=3, ge=0)
-    """The survivors of dead workers go on from memory so often ..."""
+    """How often the survivors of dead workers may continue from memory ..."""
     recovery_window_s: float = Field(default=600.0, gt=0)
-    """... within this time; then the job is restarted from its last checkpoint."""
+    """... within this time; beyond that, the job is restarted from its last checkpoint."""
     heartbeat_limit_s: float = Field(default=30.0, gt=0)
-    """A worker that others wait for, and that shows no sign of life for so long, is given up."""
+    """A worker that others wait for is given up after this time without a heartbeat."""
     straggler_removal: bool = True
-    """Whether gangs leave slots on which one of their workers is slow for good."""
+    """Whether gangs leave slots on which one of their workers is persistently slow."""
     straggler_windows: int = Field(default=3, ge=1)
-    """So many measurements in a row (a session makes one about every 5 s) must show a worker to be slow."""
+    """The number of measurements in a row (about one every 5 s) that must show a worker to be slow ..."""
     straggler_excess: float = Field(default=0.25, gt=0)
-    """... slower than the median of the others by this fraction of it."""
+    """... that is, slower than the median of the others by this fraction of it."""
     straggler_avoid_s: float = Field(default=600.0, gt=0)
-    """How long nothing is planned on a slot that was left for that."""
+    """How long nothing is planned on a slot that was left because of a slow worker."""
     keep_days: float = Field(default=90.0, gt=0)
-    """How long events, samples, generations, logs and reports of jobs that have ended are kept; ``inf``: for ever.
+    """How long events, samples, generations, logs and reports of ended jobs are kept; ``inf``: forever.
 
-    Jobs stay known, with their results and checkpoints.
+    The jobs themselves are kept, with their results and checkpoints.
     """
     tail_limit_s: float = Field(default=3600.0, gt=0)
-    """A script may work on for so long after its last step (evaluation)."""
+    """How long a script may continue after its last step, for example to evaluate."""
     apply_attempts: int = Field(default=3, ge=1)
-    """The engine refuses to start a gang so many times in a row ..."""
+    """A job fails when the engine has refused to start its gang this many times in a row ..."""
     apply_limit_s: float = Field(default=10.0, ge=0)
-    """... and for so long: the job fails with its message. (Slots may take a moment to become free.)"""
+    """... and for this time, with the engine's message. (Slots may take a moment to become free.)"""
 
     snapshot_max_bytes: int = Field(default=64 * 2**20, ge=1)
     snapshot_max_files: int = Field(default=4000, ge=1)
@@ -177,7 +177,7 @@ class ServiceSettings(BaseSettings):
         return value
 
     def scheduler_config(self) -> SchedulerConfig:
-        """What the scheduler is to do, as far as it is set here."""
+        """Return the scheduler's configuration, as far as it is set here."""
         from elasticflow_airflow.scheduler_core.model.config import Objective, SchedulerConfig
 
         return SchedulerConfig.served(
@@ -192,27 +192,27 @@ class ServiceSettings(BaseSettings):
         )
 
     def warm_modules(self) -> tuple[str, ...] | None:
-        """What the warm pool imports; None: there is none."""
+        """Return the modules that the warm pool imports; None if there is no warm pool."""
         names = tuple(name.strip() for name in (self.warm_imports or "").split(",") if name.strip())
         return names or None
 
     def node_shape(self) -> tuple[int, int] | None:
-        """(nodes, slots of each) as ``virtual_nodes`` says, or None."""
+        """Return (nodes, slots per node) from ``virtual_nodes``, or None."""
         if self.virtual_nodes is None:
             return None
         nodes, slots = self.virtual_nodes.split("x")
         return int(nodes), int(slots)
 
     def read_token(self) -> str | None:
-        """The bearer token, from the environment or from its file. Raises ValueError when the file holds none."""
+        """Return the bearer token, from the environment or its file. Raises ValueError when the file holds none."""
         return _token(self.token, self.token_file)
 
     def read_metrics_token(self) -> str | None:
-        """The token that opens ``/metrics`` alone. Raises ValueError when its file holds none."""
+        """Return the token that grants access to ``/metrics`` only. Raises ValueError when its file holds none."""
         return _token(self.metrics_token, self.metrics_token_file)
 
     def store_url(self) -> str:
-        """SQLAlchemy URL of the store."""
+        """Return the SQLAlchemy URL of the store."""
         if self.database_url is None:
             return f"sqlite:///{self.state_dir / 'elasticflow.db'}"
         url = self.database_url.get_secret_value()
@@ -222,7 +222,7 @@ class ServiceSettings(BaseSettings):
 
 
 def problems_of(error: ValidationError) -> list[str]:
-    """What is wrong with settings, one sentence for each, with the name of its environment variable."""
+    """Return one sentence per invalid setting, with the name of its environment variable."""
     sentences = []
     for item in error.errors():
         name = "_".join(str(part) for part in item["loc"]).upper()

@@ -1,4 +1,4 @@
-"""Where ``job_files/unpacking.py`` was once: a daemon of such a release, not started again yet, runs it by its path.
+"""The former path of ``job_files/unpacking.py``: a daemon of an older release that still runs starts it by this path.
 
 Run with ``-I -S``: the standard library only, and nothing of the project can be imported.
 """

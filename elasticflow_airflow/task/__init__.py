@@ -1,1 +1,1 @@
-"""What an elastic task asks for and gets: its arguments, what is submitted of it, its result."""
+"""The input and output of an elastic task: its arguments, its submission, its result."""

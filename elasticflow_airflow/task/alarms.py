@@ -1,8 +1,8 @@
-"""Tells a task's callbacks that its training may miss its deadline: once each time that becomes so.
+"""Calls a task's callbacks when its training may miss its deadline, once each time the job becomes at risk.
 
-A callback gets Airflow's context, as ``on_failure_callback`` does, with ``context["elasticflow"]``: what is known of
-the job, and a ``message`` for people. So any notifier of any provider works, with ``{{ elasticflow.message }}`` in its
-text. It runs in a worker: a deferred task is resumed for it, and waits on.
+A callback receives Airflow's context, as ``on_failure_callback`` does, with ``context["elasticflow"]``: what is known
+about the job, and a ``message`` for people. So any notifier of any provider works, with ``{{ elasticflow.message }}``
+in its text. Callbacks run in a worker: a deferred task is resumed for them, and then waits again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONTEXT_KEY = "elasticflow"
 
 
 class RiskAlarm:
-    """Calls ``callbacks`` (callables or import paths) when the job is at risk; ``memory`` learns that they were."""
+    """Calls ``callbacks`` (callables or import paths) when the job is at risk; records in ``memory`` that it did."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RiskAlarm:
         self._log = log
 
     def look(self, status: JobStatus) -> None:
-        """Call them if the job has come to be at risk since the last look."""
+        """Call the callbacks if the job has become at risk since the last call."""
         if not status.at_risk or status.state.terminal:
             self._memory.told_at_risk = False
             return
@@ -63,9 +63,9 @@ class RiskAlarm:
         for callback in self._callbacks:
             try:
                 function = loaded(callback)
-                # A notifier keeps what it has rendered: the next time it would say the same again.
+                # Copy a notifier, since it keeps its rendered fields and would send the same message the next time.
                 (copy(function) if isinstance(function, BaseNotifier) else function)(self._context)
-            except Exception:  # noqa: BLE001 - said in full; the training must not end for a chat that is down
+            except Exception:  # noqa: BLE001 - logged in full; the training must not fail because a chat is down
                 self._log.exception("on_at_risk: %s failed; the training goes on", callback)
 
     def _reason(self, status: JobStatus) -> str:
@@ -77,9 +77,9 @@ class RiskAlarm:
 
 
 def describe(status: JobStatus, timezone: tzinfo, *, reason: str = "") -> dict[str, Any]:
-    """What callbacks find in ``context["elasticflow"]``: a result's fields, how the job stands, and ``message``.
+    """Return the value of ``context["elasticflow"]``: the fields of a result, the job's progress, and ``message``.
 
-    Times are ISO 8601 in the DAG's zone, durations seconds.
+    Times are ISO 8601 in the DAG's zone, durations are seconds.
     """
     said = reason or status.failure or status.state_reason or status.verdict.reason
     return {
@@ -97,7 +97,7 @@ def describe(status: JobStatus, timezone: tzinfo, *, reason: str = "") -> dict[s
 
 
 def message_of(status: JobStatus, timezone: tzinfo, said: str = "") -> str:
-    """Say in a few words how a job stands, for a chat or a mail."""
+    """Return a short message on a job's state, for a chat or an email."""
     who = f"{status.identity.dag_id}.{status.identity.task_id}"
     if status.identity.map_index >= 0:
         who += f"[{status.identity.map_index}]"
@@ -122,5 +122,5 @@ def message_of(status: JobStatus, timezone: tzinfo, said: str = "") -> str:
 
 
 def remember(context: Mapping[str, Any], details: dict[str, Any]) -> None:
-    """Leave the details in Airflow's context, where the task's other callbacks find them, too."""
+    """Store the details in Airflow's context, where the task's other callbacks find them, too."""
     cast(MutableMapping[str, Any], context)[CONTEXT_KEY] = details

@@ -1,7 +1,7 @@
-"""Checks of what a DAG author gives to an elastic task: at DAG parse what can be known then, the rest when rendered.
+"""Checks the arguments of an elastic task: at DAG parse what is known then, the rest once rendered.
 
-Pure: every refusal names the argument, its value and what to write instead. A template (a string with ``{{``, or the
-output of another task) is looked at only once it is rendered.
+Pure. Every error names the argument, its value and what to write instead. A template (a string with ``{{``, or the
+output of another task) is checked only once it is rendered.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED: Final = frozenset(
     f"ELASTICFLOW_{name}" for name in ("SESSION", "WORKER", "GENERATION", "TRAINER_FILE", "CORES", "PARENT_PID")
 )
-"""Variables by which the runtime finds itself."""
+"""Variables that the service sets to configure the runtime."""
 _SECRET = re.compile(r"conn:(?P<conn_id>.+?)\.(?P<field>password|login|host|schema|port|extra\.(?P<key>.+))")
 _PULL = re.compile(r"xcom_pull\(\s*(?:task_ids\s*=\s*)?\[?\s*['\"]([^'\"]+)['\"]")
 
 
 class ArgumentError(ValueError):
-    """An argument that cannot be right."""
+    """An invalid argument."""
 
 
 def is_late(value: object) -> bool:
-    """Whether a value is known only at run time: a template, or what another task returns."""
+    """Whether a value is known only at run time: a template, or the output of another task."""
     if isinstance(value, str):
         return "{{" in value or "{%" in value
     return hasattr(value, "resolve") and hasattr(value, "iter_references")  # an XComArg
 
 
 def check_arguments(**given: Any) -> None:
-    """Refuse at DAG parse what can be known then: each argument by itself, and what does not go together.
+    """Check at DAG parse what is known then: each argument by itself, and combinations that exclude each other.
 
-    ``given`` are all ``OPTIONS``. Raises ArgumentError or DeadlineError.
+    ``given`` has a value for each of ``OPTIONS``. Raises ArgumentError or DeadlineError.
     """
     check_each(given)
     for name, option in OPTIONS.items():
@@ -69,9 +69,9 @@ def check_arguments(**given: Any) -> None:
 
 
 def check_each(given: Mapping[str, Any]) -> None:
-    """Refuse what is wrong with an argument taken alone, of those that are given; None counts as left out.
+    """Check each given argument by itself; None counts as omitted.
 
-    For arguments of which not all are known yet: of ``partial()``, and of a decorated function. Raises ArgumentError or
+    For arguments that are not complete yet: those of ``partial()`` and of a decorated function. Raises ArgumentError or
     DeadlineError.
     """
     for name, value in given.items():
@@ -88,7 +88,7 @@ def check_each(given: Mapping[str, Any]) -> None:
 
 
 def count(name: str, value: Any, given: Any) -> int | None:
-    """Read a rendered count. Raises ArgumentError for anything but a whole number of at least 1."""
+    """Parse a rendered count. Raises ArgumentError for anything but an integer of at least 1."""
     if given is None:
         return None
     present(name, value, given)
@@ -104,13 +104,13 @@ def count(name: str, value: Any, given: Any) -> int | None:
 
 
 def _within(name: str, problem: str | None) -> None:
-    """Refuse what is out of the bounds that the service has. Raises ArgumentError."""
+    """Refuse a value that exceeds the service's bounds. Raises ArgumentError unless ``problem`` is None."""
     if problem is not None:
         raise ArgumentError(f"{name}: {problem}")
 
 
 def target(value: Any, given: Any) -> float | None:
-    """Read a rendered target loss. Raises ArgumentError for anything but a finite number."""
+    """Parse a rendered target loss. Raises ArgumentError for anything but a finite number."""
     if given is None:
         return None
     present("target_loss", value, given)
@@ -128,9 +128,9 @@ def target(value: Any, given: Any) -> float | None:
 
 
 def present(name: str, value: Any, given: Any) -> None:
-    """Refuse what a missing XCom renders to: None, or a template's text ``None``. Raises ArgumentError.
+    """Refuse what a missing XCom renders to: None, or the string ``None`` from a template. Raises ArgumentError.
 
-    The same text, where an author or another task wrote it, is a value like any other.
+    The same string is a valid value if the author wrote it or another task returned it.
     """
     template = isinstance(given, str) and is_late(given)
     if given is None or (value is not None and not (template and isinstance(value, str) and value.strip() == "None")):
@@ -144,7 +144,7 @@ def present(name: str, value: Any, given: Any) -> None:
 
 
 def rendered_texts(name: str, values: Sequence[Any], given: Any) -> tuple[str, ...]:
-    """Read a rendered list of texts, refusing elements that a missing XCom left empty."""
+    """Convert a rendered list to strings. Raises ArgumentError for elements that a missing XCom left empty."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise ArgumentError(f"{name}={values!r} must be a list, one element per argument")
     elements = given if isinstance(given, Sequence) and not isinstance(given, str) else [given] * len(values)
@@ -155,10 +155,10 @@ def rendered_texts(name: str, values: Sequence[Any], given: Any) -> tuple[str, .
 
 
 def secret_reference(name: str, reference: Any) -> tuple[str, str, str | None]:
-    """Split ``conn:<id>.<field>`` into connection id, field and key of the extra. Raises ArgumentError."""
+    """Split ``conn:<id>.<field>`` into connection id, field, and key of the extra or None. Raises ArgumentError."""
     match = _SECRET.fullmatch(reference) if isinstance(reference, str) else None
     if match is None:
-        # The value is not shown: somebody may have written the secret itself.
+        # Do not show the value: the author may have written the secret itself.
         raise ArgumentError(
             f"secret_env[{name!r}] must name a field of a connection: 'conn:hub.password', or .login, .host,"
             " .schema, .port, or .extra.<key>; secrets themselves do not belong in a DAG file"
@@ -256,7 +256,7 @@ def _check_length(steps: Any, epochs: Any, samples: Any, global_batch_size: Any)
 
 
 def _check_target(target_loss: Any, steps: Any, epochs: Any, progress_regex: Any, progress_file: Any) -> None:
-    """Refuse a target that is no number, or that has no upper bound beside it."""
+    """Refuse a target loss that is not a number, or that has no maximum length beside it."""
     if target_loss is None:
         return
     number = 0.0 if is_late(target_loss) else target(target_loss, target_loss)
@@ -290,7 +290,7 @@ def _check_deadlines(deadline: Any, deadline_of: Any, best_effort: Any, latest_d
 
 
 def _is_no_later(latest: Any, deadline: Any) -> bool:
-    """Whether two durations, or two moments, are known to be in the wrong order; of times of day no one knows yet."""
+    """Whether two durations, or two datetimes, are known to be in the wrong order; unknown for times of day."""
     if isinstance(deadline, timedelta) and isinstance(latest, timedelta):
         return latest <= deadline
     if not isinstance(deadline, datetime) or not isinstance(latest, datetime):
@@ -301,7 +301,7 @@ def _is_no_later(latest: Any, deadline: Any) -> bool:
 def _check_shares(
     consistency: str, logical_workers: Any, global_batch_size: Any, min_workers: int, max_workers: int | None
 ) -> None:
-    """Refuse shares that do not come out even. A global batch that is a template is looked at when it is rendered."""
+    """Refuse shares that do not divide the batch evenly. A batch size that is a template is checked once rendered."""
     batch = None if is_late(global_batch_size) else count("global_batch_size", global_batch_size, global_batch_size)
     if batch is not None:
         problem = share_problem(consistency, logical_workers, batch, min_workers, max_workers)
@@ -355,7 +355,7 @@ def _check_secrets(argument: str, mapping: Any) -> None:
 
 
 def _upstream(given: Any) -> str:
-    """Name the task that a template or an XComArg reads from, as well as can be told."""
+    """Name the task that a template or an XComArg reads from, as far as it can be determined."""
     operator = getattr(given, "operator", None)
     if operator is not None:
         return repr(operator.task_id)
@@ -388,4 +388,4 @@ _CHECKS: Final[dict[ValueKind, Callable[[str, Any], object]]] = {
     ValueKind.CALLABLE: _check_callable,
     ValueKind.CALLABLES: _check_callables,
 }
-"""By what kind of value an option takes."""
+"""The check for each kind of value."""

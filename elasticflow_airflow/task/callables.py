@@ -1,6 +1,6 @@
-"""Functions that a DAG author hands to an elastic task: as they are, or by import path, and how they are called.
+"""Functions that a DAG author passes to an elastic task, as callables or import paths, and how they are called.
 
-Knows nothing of jobs.
+Knows nothing about jobs.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class Concealed:
-    """A callable among the arguments of ``partial()``, which Airflow would have to write into the serialized DAG.
+    """Wraps a callable among the arguments of ``partial()``, which Airflow would otherwise have to serialize.
 
-    It has no way to write most of them, and needs none: a worker reads the DAG file. This is written as a name that
-    does not change from parse to parse.
+    Airflow cannot serialize most callables, and need not: a worker reads the DAG file. The wrapper is serialized as a
+    name that does not change from parse to parse.
     """
 
     def __init__(self, value: Any) -> None:
@@ -41,14 +41,14 @@ def reveal(value: Any) -> Any:
 
 
 def listed(given: Any) -> list[Any]:
-    """Make a list of one, several or none."""
+    """Return a list of one, several or no values."""
     if given is None:
         return []
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
 
 def problem_of(given: Any) -> str | None:
-    """What is wrong with a callable that was given, as far as it can be told without importing anything."""
+    """Return what is wrong with a given callable, or None, as far as can be determined without importing anything."""
     if callable(given):
         return None
     if isinstance(given, str) and "." in given and all(part.isidentifier() for part in given.split(".")):
@@ -67,7 +67,7 @@ def loaded(given: Any) -> Callable[..., Any]:
             raise ImportError(f"module {module!r} has no {name!r}") from None
     if not callable(found):
         raise TypeError(f"{given!r} is a {type(found).__name__}, which cannot be called")
-    return found  # type: ignore[no-any-return]  # it is callable: just asked
+    return found  # type: ignore[no-any-return]  # checked above
 
 
 def call_by_name(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:

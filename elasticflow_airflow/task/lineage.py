@@ -1,6 +1,6 @@
-"""What an elastic task reads and writes, for OpenLineage: the checkpoint that it begins with, and the one it leaves.
+"""OpenLineage inputs and outputs of an elastic task: the checkpoint that it starts from, and the one that it produces.
 
-The packages of OpenLineage are imported only when its provider asks, so nobody else needs them.
+The OpenLineage packages are imported only when its provider calls these methods, so they are not needed otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TOLD = ("job_id", "verdict", "deadline", "finished_at", "met", "slack_s", "step
 
 
 class ReportsLineage:
-    """What OpenLineage's provider asks an operator, which keeps its result in ``_result`` once there is one."""
+    """The methods that OpenLineage's provider calls; the operator stores its result, once known, in ``_result``."""
 
     init_from: Any
     inlets: Any
@@ -24,23 +24,24 @@ class ReportsLineage:
     _result: dict[str, Any] | None
 
     def get_openlineage_facets_on_start(self) -> Any:
-        """Tell what is read."""
+        """Report what is read."""
         return facets(init_from=self.init_from, result=None, inlets=self.inlets, outlets=self.outlets)
 
     def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:  # noqa: ARG002 - its provider's signature
-        """Tell what was read, and the checkpoint that was written."""
+        """Report what was read, and the checkpoint that was written."""
         return facets(init_from=self.init_from, result=self._result, inlets=self.inlets, outlets=self.outlets)
 
     def get_openlineage_facets_on_failure(self, task_instance: Any) -> Any:
-        """Tell what was read; of a training that failed nothing is used."""
+        """Report what was read; a failed training has no output."""
         return self.get_openlineage_facets_on_complete(task_instance)
 
 
 def facets(*, init_from: Any, result: Mapping[str, Any] | None, inlets: Iterable[Any], outlets: Iterable[Any]) -> Any:
-    """Say what one execution read and wrote, as OpenLineage's OperatorLineage. ``result`` is the task's, if it has one.
+    """Return what one execution read and wrote as OpenLineage's OperatorLineage. ``result`` is the task's, or None.
 
-    Inputs: the inlets, and the checkpoint of ``init_from`` (not ``"latest"``, which is no place). Outputs: the outlets,
-    and the checkpoint with the digest of its weights as its version. A run facet ``elasticflow`` tells how it went.
+    Inputs: the inlets, and the checkpoint of ``init_from`` (except ``"latest"``, which is no location). Outputs: the
+    outlets, and the checkpoint with the digest of its weights as its version. A run facet ``elasticflow`` has the
+    outcome.
     """
     lineage = import_module("airflow.providers.openlineage.extractors").OperatorLineage
     inputs, outputs = _labelled(inlets), _labelled(outlets)
@@ -53,7 +54,7 @@ def facets(*, init_from: Any, result: Mapping[str, Any] | None, inlets: Iterable
 
 
 def _labelled(lets: Iterable[Any]) -> list[Any]:
-    """Convert inlets or outlets: as their providers would have it, else by the address itself."""
+    """Convert inlets or outlets to datasets: by their provider's converter if there is one, else by their URI."""
     convert = import_module("airflow.providers.openlineage.extractors.manager").ExtractorManager.convert_to_ol_dataset
     found = []
     for one in lets:
@@ -66,7 +67,7 @@ def _labelled(lets: Iterable[Any]) -> list[Any]:
 
 
 def _dataset(place: str, digest: str | None = None) -> Any:
-    """Name a place as OpenLineage does: a bucket and a key, or ``file`` and a path."""
+    """Return the dataset of a location, named as OpenLineage does: bucket and key, or ``file`` and a path."""
     about = {}
     if digest is not None:
         version = import_module("openlineage.client.facet_v2").dataset_version_dataset

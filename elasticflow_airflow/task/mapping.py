@@ -1,6 +1,6 @@
-"""Mapped training tasks, checked when the DAG is read: what ``partial()`` and ``expand()`` say, as far as it is known.
+"""Checks mapped training tasks at DAG parse: the arguments of ``partial()`` and ``expand()``, as far as they are known.
 
-Airflow makes the operators of a mapped task only when the task runs; without this a mistake would be found only then.
+Airflow creates the operators of a mapped task only when the task runs, so without this a mistake would show only then.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from elasticflow_airflow.task.task_submission import check_downstream
 
 _CALLED = names_of(ValueKind.CALLABLE, ValueKind.CALLABLES)
 _UNKNOWN = "{{ mapped }}"
-"""Stands for what another task will return."""
+"""Placeholder for a value that another task will return."""
 
 
 class NamesCheckedPartial(OperatorPartial):
-    """What ``partial()`` returns: Airflow's own, which looks at the names in a literal ``expand_kwargs`` as well."""
+    """The return value of ``partial()``: Airflow's class, which also checks names in a literal ``expand_kwargs``."""
 
     given: frozenset[str] = frozenset()
-    """What the author gave to ``partial()``: ``kwargs`` has Airflow's defaults too."""
+    """The arguments that the author gave to ``partial()``; ``kwargs`` also contains Airflow's defaults."""
 
     def _expand(self, expand_input: Any, *, strict: bool) -> MappedOperator:
         try:
             self._check(expand_input.value, strict=strict)
         except (ArgumentError, DeadlineError):
-            self._expand_called = True  # it was; Airflow would warn of the opposite
+            self._expand_called = True  # otherwise Airflow would warn that expand() was not called
             raise
         return super()._expand(expand_input, strict=strict)
 
     def _check(self, mapped: Any, *, strict: bool) -> None:
-        """Refuse what can be seen to be wrong. Raises ArgumentError or DeadlineError."""
+        """Refuse what is known to be wrong. Raises ArgumentError or DeadlineError."""
         for index, one in _literal_tasks(mapped):
             _check_names(self, index, one, strict=strict)
 
 
 class CheckedPartial(NamesCheckedPartial):
-    """What ``ElasticTrainOperator.partial()`` returns: it looks at the values before it maps, too."""
+    """The return value of ``ElasticTrainOperator.partial()``, which also checks values before it maps."""
 
     def _check(self, mapped: Any, *, strict: bool) -> None:
         super()._check(mapped, strict=strict)
@@ -55,17 +55,17 @@ class CheckedPartial(NamesCheckedPartial):
 
     def _expand(self, expand_input: Any, *, strict: bool) -> MappedOperator:
         mapped = super()._expand(expand_input, strict=strict)
-        # Airflow calls this of each task when the DAG file has been read; a mapped one has no operator by then.
+        # Airflow calls this on each task once the DAG file has been read; a mapped task has no operator then.
         mapped.resolve_template_files = partial(_check_in_dag, mapped)  # type: ignore[method-assign]
         return mapped
 
 
 class NamesCheckedFunction(_TaskDecorator[..., Any, Any]):
-    """A decorated function: Airflow's own, which looks at the names in a literal ``expand_kwargs`` as well."""
+    """A decorated function: Airflow's own class, which also checks names in a literal ``expand_kwargs``."""
 
     @classmethod
     def of(cls, made: Any) -> NamesCheckedFunction:
-        """Take over what Airflow's factory made of a function."""
+        """Convert the task decorator that Airflow's factory created for a function."""
         return cls(
             function=made.function,
             operator_class=made.operator_class,
@@ -89,19 +89,19 @@ class NamesCheckedFunction(_TaskDecorator[..., Any, Any]):
 
 
 def names_checked(begun: OperatorPartial, given: Iterable[str]) -> NamesCheckedPartial:
-    """Take over what Airflow's ``partial()`` made of the arguments that are ``given``."""
-    begun._expand_called = True  # from here on it is ours that must be mapped
+    """Convert the result of Airflow's ``partial()``; ``given`` are the names of the author's arguments."""
+    begun._expand_called = True  # from here on our object is the one that must be mapped
     made = NamesCheckedPartial(operator_class=begun.operator_class, kwargs=begun.kwargs, params=begun.params)
     made.given = frozenset(given)
     return made
 
 
 def checked(begun: OperatorPartial, given: Iterable[str]) -> CheckedPartial:
-    """As ``names_checked``, the values too; callables are written so that the DAG can be serialized.
+    """Like ``names_checked``, but checks values, too, and wraps callables so that the DAG can be serialized.
 
     Raises ArgumentError or DeadlineError.
     """
-    begun._expand_called = True  # from here on it is ours that must be mapped
+    begun._expand_called = True  # from here on our object is the one that must be mapped
     check_each({name: value for name, value in begun.kwargs.items() if name in OPTIONS})
     kwargs = {name: conceal(value) if name in _CALLED else value for name, value in begun.kwargs.items()}
     made = CheckedPartial(operator_class=begun.operator_class, kwargs=kwargs, params=begun.params)
@@ -110,13 +110,13 @@ def checked(begun: OperatorPartial, given: Iterable[str]) -> CheckedPartial:
 
 
 def _literal_tasks(mapped: Any) -> Iterator[tuple[int, Mapping[Any, Any]]]:
-    """The dicts that a literal ``expand_kwargs()`` has, by map index; none for ``expand()`` and for an XCom."""
+    """Yield the dicts of a literal ``expand_kwargs()`` with their map indexes; none for ``expand()`` or an XCom."""
     if not isinstance(mapped, Mapping) and _is_literal(mapped):
         yield from ((index, one) for index, one in enumerate(mapped) if isinstance(one, Mapping))
 
 
 def _check_names(begun: NamesCheckedPartial, index: int, one: Mapping[Any, Any], *, strict: bool) -> None:
-    """Refuse names that the operator does not know, and those that ``partial()`` has: Airflow does when they run."""
+    """Refuse names that the operator does not know or that ``partial()`` has; Airflow does so only at run time."""
     operator, known = begun.operator_class, _parameters(begun.operator_class)
     for name in one:
         if name not in known:
@@ -144,7 +144,7 @@ def _given_twice(index: int, name: str) -> ArgumentError:
 
 
 def _parameters(operator: type[Any]) -> set[str]:
-    """The names of all arguments of an operator, its base classes' included."""
+    """Return the names of all arguments of an operator, including those of its base classes."""
     makers = [vars(kind)["__init__"] for kind in operator.__mro__ if kind is not object and "__init__" in vars(kind)]
     return {name for make in makers for name, one in inspect.signature(make).parameters.items() if _named(one)} - {
         "self"
@@ -169,7 +169,7 @@ def _check(begun: OperatorPartial, mapped: Any) -> None:
 
 
 def _placeholders(mapped: Mapping[str, Any]) -> dict[str, Any]:
-    """One value for each mapped argument: its first, or something to stand for what is not known yet."""
+    """Return one value for each mapped argument: its first, or a placeholder if it is not known yet."""
     return {name: next(iter(values), None) if _is_literal(values) else _UNKNOWN for name, values in mapped.items()}
 
 
@@ -178,14 +178,14 @@ def _check_one(index: int, arguments: Mapping[str, Any]) -> None:
     try:
         check_each({name: value for name, value in known.items() if value is not _UNKNOWN})
         if all(OPTIONS[name].template for name, value in known.items() if value is _UNKNOWN):
-            # Together they are looked at only where everything else is known.
+            # Check the combination only if every unknown argument is a template field.
             check_arguments(**known)
     except (ArgumentError, DeadlineError) as error:
         raise type(error)(f"mapped task {index}: {error}") from error
 
 
 def _check_in_dag(mapped: MappedOperator) -> None:
-    """Refuse a ``deadline_of`` that the DAG does not have. Raises ArgumentError or DeadlineError."""
+    """Refuse a ``deadline_of`` that is invalid in this DAG. Raises ArgumentError or DeadlineError."""
     given = mapped.partial_kwargs
     deadline_of = given.get("deadline_of")
     if deadline_of is None:
@@ -197,13 +197,13 @@ def _check_in_dag(mapped: MappedOperator) -> None:
 
 
 def _expands(mapped: MappedOperator, argument: str) -> bool:
-    """Whether each mapped task has a value of its own of an argument, or may have."""
+    """Whether each mapped task has, or may have, its own value of an argument."""
     values = mapped.expand_input.value
     return not isinstance(values, Mapping) or argument in values
 
 
 def _common(begun: OperatorPartial) -> dict[str, Any]:
-    """The arguments of every mapped task: by default, by the DAG's and its groups' default_args, and as given."""
+    """Return the arguments common to all mapped tasks: defaults, default_args of the DAG and group, and those given."""
     signature = inspect.signature(begun.operator_class.__init__).parameters
     defaults = {name: one.default for name, one in signature.items() if one.default is not one.empty}
     found = {**DEFAULTS, **defaults}  # a subclass may have defaults of its own

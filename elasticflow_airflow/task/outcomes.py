@@ -1,6 +1,6 @@
-"""What an ended job means for its task: the result to return, or the message to fail with. Pure.
+"""Converts an ended job to its task's outcome: the result to return, or the message to fail with. Pure.
 
-Every message says what happened, with the numbers, and what to do about it.
+Every message states what happened, with the numbers, and how to fix it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def result_of(status: JobStatus, timezone: tzinfo) -> dict[str, Any]:
 
 
 def success_line(status: JobStatus, timezone: tzinfo) -> str:
-    """Say in one line how a success stands to its deadline."""
+    """Return one line on a success and its margin to the deadline."""
     result = status.result
     if result is None:
         return f"job {status.job_id} succeeded at step {status.step}"
@@ -63,7 +63,7 @@ def success_line(status: JobStatus, timezone: tzinfo) -> str:
 
 
 def rejection_message(status: JobStatus, timezone: tzinfo, now: float) -> str:
-    """Say why a job was rejected, the earliest deadline that could be promised, and what else could be done."""
+    """Return why a job was rejected, the earliest deadline that could be promised, and the alternatives."""
     verdict = status.verdict
     lines = [f"ElasticFlow rejected the job {status.job_id}: {verdict.reason or status.state_reason}"]
     asked = verdict.deadline_at if verdict.deadline_at is not None else status.deadline_at
@@ -82,14 +82,14 @@ def rejection_message(status: JobStatus, timezone: tzinfo, now: float) -> str:
 
 
 def failure_message(status: JobStatus) -> str:
-    """Say how a job failed, with the last lines of the failing rank's log as the service quotes them."""
+    """Return how a job failed, with the last lines of the failing rank's log as the service quotes them."""
     said = status.failure or status.state_reason or "the service gave no reason"
     where = f"; the logs of its workers: {', '.join(status.log_names[-4:])}" if status.log_names else ""
     return f"job {status.job_id} failed at step {status.step}{where}\n{said}"
 
 
 def cancel_message(status: JobStatus) -> str:
-    """Say that a job was cancelled, and by what."""
+    """Return that a job was cancelled, and why."""
     said = status.state_reason or "no reason was given"
     return f"job {status.job_id} was cancelled at step {status.step}: {said}. Clear the task to train again."
 

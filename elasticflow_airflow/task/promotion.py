@@ -1,7 +1,7 @@
-"""What follows a success: the model goes to a registry (``on_promote=``), and its place into the task's assets.
+"""Steps after a success: pass the model to a registry (``on_promote=``), and its location to the task's assets.
 
-Runs in the worker, once the job has succeeded and before Airflow records it. A hook that fails fails the task; the
-success is then not acknowledged, so a retry calls the hook again and trains nothing.
+Runs in the worker, after the job has succeeded and before Airflow records it. A hook that fails fails the task. The
+success is then not acknowledged, so a retry calls the hook again without training.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ CARRIED = (
     "checkpoint_path", "checkpoint_digest", "job_id", "steps", "final_loss", "deadline", "met", "finished_at",
     "metrics",
 )  # fmt: skip
-"""What of a result an asset's event carries."""
+"""The fields of a result that an asset's event carries."""
 
 
 def promote(hook: Any, result: dict[str, Any], context: Mapping[str, Any]) -> Any:
-    """Call the hook with what its parameters name: ``result``, ``checkpoint_path``, and Airflow's context.
+    """Call the hook with those of ``result``, ``checkpoint_path`` and Airflow's context that its parameters name.
 
-    Returns what it returns (kept in the task's result, so JSON). Raises what it raises.
+    Returns the hook's return value, which becomes part of the task's result and so must be JSON. Raises what the hook
+    raises.
     """
     offered = {**dict(context), "result": result, "checkpoint_path": result["checkpoint_path"]}
     return call_by_name(loaded(hook), offered)
 
 
 def carry(outlets: Iterable[Any], result: Mapping[str, Any], context: Mapping[str, Any]) -> list[str]:
-    """Put the checkpoint into the events of the task's assets, for DAGs that begin with it; the assets' names."""
+    """Add the checkpoint to the events of the task's assets, for DAGs that they trigger; return the assets' names."""
     events = context.get("outlet_events")
     if events is None:
         return []

@@ -1,7 +1,7 @@
-"""The deadlines of one run of an elastic task, and what the service's calendar should know of its DAG's next runs.
+"""The deadlines of one run of an elastic task, and its DAG's next due times for the service's calendar.
 
-Brings together what the author wrote (``deadlines``), what the DAG says (``dag_deadline``, ``timetables``) and what
-earlier runs have shown (``downstream``). Each deadline is computed once per run and kept in the task's memory.
+Combines what the author wrote (``deadlines``), what the DAG defines (``dag_deadline``, ``timetables``) and what earlier
+runs have shown (``downstream``). Each deadline is computed once per run and kept in the task's memory.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from elasticflow_airflow.waiting.task_memory import TaskMemory
 log = logging.getLogger(__name__)
 
 ARITHMETIC_LABEL = "deadline_arithmetic"
-"""Label of a submission that holds how its deadline came about, for the pages."""
+"""Label of a submission that explains how its deadline was computed, for the pages."""
 _LISTED = 100
 _LIST_WITHIN_S = 5.0
 
 
 class Deadlined(Protocol):
-    """The arguments of an elastic task that are about its deadline."""
+    """The arguments of an elastic task that concern its deadline."""
 
     task_id: str
     deadline: Any
@@ -59,7 +59,7 @@ class Deadlined(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOfDag:
-    """A run among the runs of its DAG. ``next_dagrun`` asks Airflow, where the timetable cannot be read here."""
+    """A run of a DAG. ``next_dagrun`` asks Airflow for the next run if the timetable cannot be read in this process."""
 
     run_type: str
     run_after: datetime
@@ -72,11 +72,11 @@ class RunOfDag:
     next_dagrun: Callable[[], datetime | None] = field(default=lambda: None)
 
     def known(self) -> KnownRun:
-        """The run as its timetable counts on from it."""
+        """Return the run as the starting point from which its timetable computes the next runs."""
         return KnownRun(run_after=self.run_after, interval_start=self.interval_start, interval_end=self.interval_end)
 
     def next_due(self) -> datetime | None:
-        """When the next run is due; None when none is, or nobody can tell."""
+        """Return when the next run is due; None if none is, or it is unknown."""
         if self.timetable is None:
             return None
         try:
@@ -88,7 +88,7 @@ class RunOfDag:
 
 
 def run_of_dag(context: Mapping[str, Any], dag_alerts: Sequence[Any] = ()) -> RunOfDag:
-    """Read a run from Airflow's context. ``dag_alerts``: the DAG's as parsed, where the context's has none."""
+    """Read a run from Airflow's context. ``dag_alerts``: alerts at parse time, used if the context's DAG has none."""
     dag_run, dag, task_instance = context["dag_run"], context["dag"], context["ti"]
     kind = dag_run.run_type
     return RunOfDag(
@@ -105,9 +105,9 @@ def run_of_dag(context: Mapping[str, Any], dag_alerts: Sequence[Any] = ()) -> Ru
 
 
 class DeadlinesOfRun:
-    """Computes the deadlines of one run; the history of what comes after is asked for once, and only if needed.
+    """Computes the deadlines of one run. The history of downstream durations is read once, and only if needed.
 
-    ``has_history``: there is a task process that may ask Airflow; not where a run is only planned.
+    ``has_history``: there is a task process that may ask Airflow; False for a run that is only planned.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class DeadlinesOfRun:
         self.warnings: list[str] = []
 
     def compute(self, argument: str) -> float | None:
-        """``deadline`` or ``latest_deadline`` in UTC seconds, once per run: a retry or a clear does not move it.
+        """Return ``deadline`` or ``latest_deadline`` in UTC seconds.
 
-        Raises DeadlineError.
+        It is computed once per run, so a retry or a clear does not move it. Raises DeadlineError.
         """
         task = self._task
         given = getattr(task, argument)
@@ -182,7 +182,7 @@ class DeadlinesOfRun:
         return self._reserve
 
     def _from_dag(self) -> TimeFromDag:
-        assert self._task.deadline_of is not None  # the caller asked
+        assert self._task.deadline_of is not None  # checked by the caller
         times = RunTimes(due=self._run.run_after, logical_date=self._run.logical_date)
         return time_from_dag(
             self._run.alerts,
@@ -194,11 +194,11 @@ class DeadlinesOfRun:
 
 
 def due_times(run: RunOfDag, *, replays: bool, now: datetime, began_too_late: bool = False) -> dict[str, Any]:
-    """What a submission tells the calendar: due_at, next_run_at, next_runs_at; nothing without a timetable behind it.
+    """Return the calendar fields of a submission: due_at, next_run_at, next_runs_at; none for an unscheduled run.
 
-    Runs by hand, of assets, backfills and clears come when they come; and a run that catches up (the next one is due
-    already) would teach the calendar that this task comes days late. So would one that began when its deadline had
-    passed (the DAG was paused until then): it says only when the next ones are due.
+    Manual and asset-triggered runs, backfills and clears have no due time. A run that catches up (the next one is
+    already due) returns nothing, since the calendar would learn that this task comes days late. For the same reason a
+    run that began after its deadline (the DAG was paused until then) returns only the next due times.
     """
     if run.run_type != "scheduled" or replays or run.timetable is None:
         return {}
@@ -236,7 +236,7 @@ def _variable(key: str) -> str:
 
 
 def ended_jobs(hook: ElasticFlowHook, task_instance: Any) -> list[EndedJob]:
-    """List the past trainings of a task that succeeded, newest first, as the service knows them; none if it is away."""
+    """List a task's past successful trainings from the service, newest first; none if the service is unavailable."""
     map_index = -1 if task_instance.map_index is None else task_instance.map_index
     mine = JobIdentity(
         namespace=hook.namespace,

@@ -1,6 +1,6 @@
-"""Sends a submission whatever comes in between: a signal between request and answer must not lose the claim.
+"""Sends a submission such that a signal between request and response cannot lose the claim.
 
-The claim is the only way to a job that trains by then.
+Without the claim the task could not control the job, which may be training by then.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 
 class InFlight:
-    """A submission under way, in a thread and by a client of its own: Ctrl-C and timeouts reach only who waits for it.
+    """A submission in progress, in its own thread and client: Ctrl-C and timeouts interrupt only the waiting caller.
 
-    With ``keep``, the thread hands the job to the lease renewer, which cancels it when this process leaves, however
+    With ``keep``, the thread passes the job to the lease renewer, which cancels it when this process exits, however
     often Ctrl-C was pressed.
     """
 
@@ -28,11 +28,11 @@ class InFlight:
         threading.Thread(target=self._submit, name="elasticflow-submit").start()
 
     def answer(self) -> Attachment:
-        """Wait for the answer. Raises what the client raises."""
+        """Wait for the response. Raises what the client raises."""
         return self._answer.result()
 
     def job(self, limit_s: float, log: Any) -> LeasedJob | None:
-        """Give it some more time to be answered; the job, if there is one."""
+        """Wait up to ``limit_s`` seconds for the response; return the job, or None."""
         try:
             attachment = self._answer.result(timeout=limit_s)
         except (ElasticFlowError, TimeoutError) as error:
@@ -57,16 +57,17 @@ class InFlight:
 def attach_for_retry(
     client: ElasticFlowClient, job_id: str, memory: TaskMemory, attempt: int, max_tries: int
 ) -> Attachment | None:
-    """Attach to the success that an earlier try has acknowledged; None where that is not so.
+    """Attach to a success that an earlier try acknowledged; return None if there is none.
 
-    Airflow may try such a task again that nobody cleared: a scheduler that was killed, or reads late, writes its own
-    opinion over the recorded success; or Airflow had given the try up, which lived on. It gets its result, and trains
-    no second time. Whether that try remembers that it has returned does not count: Airflow may have taken it no more.
+    Airflow may retry such a task although it was not cleared: a scheduler that was killed, or reads late, overwrites
+    the recorded success, or Airflow had declared the try dead while it was still running. The retry gets the result and
+    does not train again. Whether the earlier try remembers that it returned is irrelevant, because Airflow may not have
+    accepted its result.
     """
     if memory.attempt is None or attempt <= memory.attempt:
         return None
     if memory.max_tries != max_tries or memory.job_id != job_id:
-        return None  # It was cleared: whoever does that wants it to train anew.
+        return None  # The task was cleared, so it is to train again.
     try:
         status = client.status(job_id)
         if status.state is State.SUCCEEDED and status.acknowledged:
@@ -77,11 +78,11 @@ def attach_for_retry(
 
 
 def acknowledge_for_clear(client: ElasticFlowClient, job_id: str, memory: TaskMemory, max_tries: int) -> bool:
-    """Make up for an acknowledgement that never arrived, when a task was cleared since; whether there was one to make.
+    """Send the missing acknowledgement of a success whose task was cleared since; return whether one was missing.
 
-    Airflow ends a process soon after it has recorded its success, also when the service was away just then. Who clears
-    such a task wants it to run again. A retry returns the result instead, and so does a clear of a task that failed
-    with it, because its model could not be handed on.
+    Airflow ends a process soon after it has recorded its success, even if the service was unavailable at that time. A
+    task that is cleared then is to train again. A retry returns the result instead, and so does a cleared task that
+    failed after the success because its model could not be passed on.
     """
     if not memory.returned or memory.max_tries is None or max_tries <= memory.max_tries or memory.job_id != job_id:
         return False

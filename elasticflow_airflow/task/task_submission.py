@@ -1,6 +1,6 @@
-"""Turns a rendered elastic task into what is submitted: identity, code, length, deadline and secrets.
+"""Builds the submission of a rendered elastic task: identity, code, length, deadline and secrets.
 
-Reads Airflow's context and connections, and the script's folder; talks to no service.
+Reads Airflow's context and connections, and the script's folder; does not call the service.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 
 class ElasticTask(Deadlined, Protocol):
-    """The rendered arguments of an elastic task that are not sent as they are; the others are read as ``OPTIONS``."""
+    """The rendered arguments of an elastic task that are converted before sending; ``OPTIONS`` lists the others."""
 
     script: Any
     module: Any
@@ -61,13 +61,13 @@ class ElasticTask(Deadlined, Protocol):
     target_loss: Any
 
     def get_flat_relative_ids(self, *, upstream: bool = False) -> set[str]:
-        """Return the ids of all tasks downstream."""
+        """Return the ids of all downstream tasks."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What to submit, the code to upload, and what the task's log should say about both."""
+    """The submission, the code to upload, and notes and warnings on both for the task's log."""
 
     submission: JobSubmission
     snapshot: Snapshot
@@ -77,7 +77,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What the context says about the run, as far as a submission needs it."""
+    """The facts about the run that a submission needs."""
 
     identity: JobIdentity
     run: RunOfDag
@@ -86,16 +86,16 @@ class RunFacts:
     bundle_root: Path | None
     attempt: int
     max_tries: int
-    """Raised by Airflow whenever the task is cleared."""
+    """Airflow increases it whenever the task is cleared."""
     is_dag_test: bool
     replays: bool
-    """A backfill, or a task or run that was cleared: its deadline may be long past, and nobody waits for it."""
+    """Whether this is a backfill, or a task or run that was cleared. Its deadline may be long past and is moot."""
     began_at: float | None = None
-    """When the run began, which may be long after it was due: the DAG was paused, or catches up (UTC seconds)."""
+    """When the run began (UTC seconds); may be long after it was due if the DAG was paused or catches up."""
     ended_jobs: Callable[[], Sequence[EndedJob]] | None = None
-    """Lists past trainings of this task, for where Airflow's history alone does not tell what comes after them."""
+    """Lists past trainings of this task, needed if Airflow's history alone does not show downstream durations."""
     has_history: bool = True
-    """False: the run is only planned, and there is no task process that could ask Airflow."""
+    """False if the run is only planned, so that there is no task process that could ask Airflow."""
 
 
 def run_facts(
@@ -106,13 +106,13 @@ def run_facts(
     dag_alerts: Sequence[Any] = (),
     ended_jobs: Callable[[], Sequence[EndedJob]] | None = None,
 ) -> RunFacts:
-    """Read the facts from Airflow's context. ``dag_alerts``: the DAG's as parsed, where the context's has none.
+    """Read the facts from Airflow's context. ``dag_alerts``: alerts at parse time, used if the context's DAG has none.
 
-    Raises ArgumentError for ids that no service takes.
+    Raises ArgumentError for ids that no service accepts.
     """
     task_instance, dag_run, dag = context["ti"], context["dag_run"], context["dag"]
     bundle = getattr(task_instance, "bundle_instance", None)
-    # A clear raises max_tries above what the task asks for; a clear of the whole run is counted too.
+    # Clearing a task raises max_tries above the task's retries; clearing the whole run increases clear_number.
     max_tries = int(getattr(task_instance, "max_tries", 0) or 0)
     cleared = max_tries > retries or bool(getattr(dag_run, "clear_number", 0))
     try:
@@ -141,9 +141,9 @@ def run_facts(
 
 
 def is_dag_test(context: Mapping[str, Any]) -> bool:
-    """Whether this runs inside ``dag.test()``: one process, one task at a time, nobody else to wait.
+    """Whether this runs inside ``dag.test()``: one process, one task at a time, no triggerer.
 
-    Not with ``use_executor=True``: there, tasks have processes of their own, whose end must not end their jobs.
+    False with ``use_executor=True``, where tasks have processes of their own, whose end must not end their jobs.
     """
     comms = getattr(task_runner, "SUPERVISOR_COMMS", None)
     in_process = comms is None or type(comms).__name__ == "InProcessSupervisorComms"
@@ -159,10 +159,10 @@ def prepare(
     *,
     snapshot: Snapshot | None = None,
 ) -> Prepared:
-    """Check the rendered arguments and make the submission of them. ``given`` holds them as the DAG file says them.
+    """Check the rendered arguments and build the submission. ``given`` holds them as written in the DAG file.
 
-    ``snapshot``: the code, where it has been taken before.
-    Raises ArgumentError, DeadlineError or SnapshotError; nothing has been sent then.
+    ``snapshot``: the code, if it has already been taken. Raises ArgumentError, DeadlineError or SnapshotError; nothing
+    has been sent then.
     """
     for name in names_of(ValueKind.PATH, ValueKind.TEXT, ValueKind.MOMENT):
         if name in given:
@@ -212,7 +212,7 @@ def prepare(
             "script": snapshot.entry if task.script is not None else None,
             "script_args": rendered_texts("script_args", task.script_args, given["script_args"]),
             "env": _rendered_env(task.env, given["env"]),
-            "secret_env": {},  # set when all is checked: an error quotes what it was given
+            "secret_env": {},  # set after all checks, since a validation error quotes its input
             "working_dir": find_working_dir(task.working_dir, facts),
             "target_loss": target(task.target_loss, given["target_loss"]),
             "deadline": deadline_at,
@@ -258,7 +258,7 @@ def find_script(script: str, facts: RunFacts) -> Path:
     path = Path(script).expanduser()
     tried = [path] if path.is_absolute() else [facts.dag_folder / path]
     if not path.is_absolute() and facts.bundle_root not in (None, facts.dag_folder):
-        assert facts.bundle_root is not None  # just asked
+        assert facts.bundle_root is not None  # checked above
         tried.append(facts.bundle_root / path)
     for candidate in tried:
         if candidate.is_file():
@@ -270,7 +270,7 @@ def find_script(script: str, facts: RunFacts) -> Path:
 
 
 def take_snapshot(script: str | None, module: str | None, facts: RunFacts, max_bytes: int) -> Snapshot:
-    """Snapshot the code of a task. Raises ArgumentError when it is not there, SnapshotError when it is too large."""
+    """Snapshot the code of a task. Raises ArgumentError if it does not exist, SnapshotError if it is too large."""
     if script is not None:
         return snapshot_script(find_script(script, facts), max_bytes=max_bytes)
     assert module is not None  # checked at DAG parse: one of the two
@@ -283,7 +283,7 @@ def take_snapshot(script: str | None, module: str | None, facts: RunFacts, max_b
 
 
 def find_working_dir(working_dir: str | None, facts: RunFacts) -> str | None:
-    """Make a working directory absolute; a relative one counts from the DAG file's folder."""
+    """Make a working directory absolute; a relative one is relative to the DAG file's folder."""
     if working_dir is None:
         return None
     path = Path(working_dir).expanduser()
@@ -302,13 +302,13 @@ def _rendered_env(env: Any, given: Any) -> dict[str, str]:
 
 
 def _args_shown(args: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The arguments without what Airflow masks in logs: values of connections, say. None: there is nothing such."""
+    """Return the arguments with what Airflow masks in logs (such as connection values) redacted; None if unchanged."""
     shown = tuple(str(redact(arg)) for arg in args)
     return None if shown == args else shown
 
 
 def check_downstream(deadline_of: str | None, task: Any) -> None:
-    """Refuse a ``deadline_of`` that names no task downstream of this one. Raises ArgumentError."""
+    """Refuse a ``deadline_of`` that does not name a task downstream of this one. Raises ArgumentError."""
     if deadline_of in (None, DAG_RUN, task.task_id):
         return
     downstream = set(task.get_flat_relative_ids(upstream=False))
@@ -322,9 +322,9 @@ def check_downstream(deadline_of: str | None, task: Any) -> None:
 
 
 def resolve_secrets(secret_env: Mapping[str, str] | None) -> dict[str, str]:
-    """Read the values that ``secret_env`` names from Airflow's connections, and mask them in logs from now on.
+    """Read the values that ``secret_env`` refers to from Airflow's connections, and mask them in logs from now on.
 
-    Raises ArgumentError when a connection or a field of it is not there.
+    Raises ArgumentError if a connection or a field of it does not exist.
     """
     resolved: dict[str, str] = {}
     for name, reference in (secret_env or {}).items():
@@ -357,10 +357,10 @@ def _text(value: Any) -> str:
 
 
 def _began_late_s(facts: RunFacts, last_at: float | None) -> float | None:
-    """How long after it was due a run began whose deadline had passed by then, in seconds; None for any other run.
+    """Return how long after its due time a run began, in seconds, if its deadline had passed by then; else None.
 
-    None also where the task came late in a run that began in time, and where the deadline was past before the run was
-    due.
+    Also None if the task itself came late in a run that began in time, and if the deadline had passed before the run
+    was due.
     """
     due_at = facts.run.run_after.timestamp()
     if last_at is None or facts.began_at is None or not due_at < last_at <= facts.began_at:
@@ -369,10 +369,10 @@ def _began_late_s(facts: RunFacts, last_at: float | None) -> float | None:
 
 
 def _on_past_deadline(asked: str, *, replays: bool, began_too_late: bool) -> str:
-    """What the service shall do with a deadline that has passed by the time it takes the job up.
+    """Return what the service should do with a deadline that has passed by the time the job is submitted.
 
-    A retry of what trained already does what ``on_miss`` says; nobody waits for a backfill or a cleared task, and a
-    run that began too late is nobody's broken promise.
+    A retry of a job that has already trained follows ``on_miss``. Backfills, cleared tasks and runs that began too late
+    train as best effort by default, because no promise is broken there.
     """
     if asked == "auto":
         return "best_effort" if replays or began_too_late else "on_miss"

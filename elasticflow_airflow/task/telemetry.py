@@ -1,6 +1,6 @@
-"""What a training task tells Airflow's own monitoring: its place in a trace, and numbers for Airflow's metrics.
+"""A training task's part in Airflow's own monitoring: the trace context, and values for Airflow's metrics.
 
-Both go where Airflow is configured to send them, and nowhere otherwise. Knows nothing of the service.
+Both go where Airflow is configured to send them, and nowhere otherwise. Does not call the service.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from elasticflow_airflow.api import TRACEPARENT, JobStatus
 
 
 def trace_labels() -> dict[str, str]:
-    """Labels of a submission by which the service's spans join the task's trace; empty where nobody traces."""
+    """Return the labels that link the service's spans to the task's trace; empty if tracing is off."""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     carrier: dict[str, str] = {}
@@ -20,12 +20,12 @@ def trace_labels() -> dict[str, str]:
 
 
 def count_submitted(status: JobStatus) -> None:
-    """A task has submitted its job, or attached to it."""
+    """Count a task that has submitted its job, or attached to it."""
     stats.incr("elasticflow.submitted", tags=_tags(status))
 
 
 def count_ended(status: JobStatus) -> None:
-    """A task has seen its job end."""
+    """Count a task whose job has ended, and report the deadline's outcome."""
     tags = _tags(status)
     stats.incr("elasticflow.ended", tags={**tags, "state": status.state.value})
     result = status.result

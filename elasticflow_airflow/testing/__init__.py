@@ -12,8 +12,8 @@ Then, in a test::
         assert result.succeeded, result
         assert result.jobs["train"].met
 
-Fixtures: ``run_dag`` (see :class:`RunDag`), ``airflow_home`` (the private home). Everything that is made is gone when
-the process ends. Importing this module outside pytest changes nothing.
+Fixtures: ``run_dag`` (see :class:`RunDag`), ``airflow_home`` (the private home). Everything created is removed when the
+process ends. Importing this module outside pytest has no side effects.
 """
 
 from __future__ import annotations

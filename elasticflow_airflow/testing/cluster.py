@@ -1,7 +1,7 @@
-"""A simulated cluster: the real service in this process, its engine modelled, its clock moved only by who waits.
+"""A simulated cluster: the real service in this process, with modelled workers and a simulated clock.
 
-Scheduler, store, rules and HTTP API are those of production; tasks reach them by a Unix socket. What is modelled is
-the workers. Time stands still while Airflow works, and jumps when it has nothing to do but wait. Knows no Airflow.
+Scheduler, store, rules and HTTP API are those of production; tasks reach them by a Unix socket. Only the workers are
+modelled. Time stands still while Airflow works, and jumps when Airflow can only wait. Does not know Airflow.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from elasticflow_airflow.testing.trainings import SimulatedTraining
 _DAY_S = 86_400.0
 _LONGEST_WAIT_S = 30 * _DAY_S
 _LOOKS = 2
-"""Until the next thing that is known to come, the loop looks so many times at how the trainings get on ..."""
+"""Number of times that the loop checks the trainings' progress before the next known event ..."""
 _SHORTEST_LOOK_S = 15.0
-"""... but not more often than this ..."""
+"""... but with at least this interval ..."""
 _MEASURING_LOOK_S = 1.0
-"""... except while a speed is measured ..."""
+"""... or this one while a speed is measured; ..."""
 _PATIENT_LOOK_S = 60.0
-"""... or workers hang, until the service notices."""
+"""... and at most this one while workers hang, until the service notices."""
 _SOON_S = 0.25
 _GETTING_ON = frozenset({"starting", "running", "saving", "tail", "ended"})
 _RENEW_S = 20.0
 _SETTLE_S = 120.0
 _ANSWER_WITHIN_S = 3.0
-"""Clients give up an exchange after ten."""
+"""Clients time out after 10 s."""
 
 
 class SimulationStuckError(Exception):
@@ -57,30 +57,30 @@ class SimulationStuckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a task that waits for a job would react to."""
+    """The facts about a job to which a waiting task reacts."""
 
     incarnation: int
     state: State | None
-    """Once it is over."""
+    """The final state; None while the job is not over."""
     at_risk: bool
     deadline_passed: bool
     saved: bool = False
-    """There is a checkpoint; only for who looks at another task's job."""
+    """There is a checkpoint. Set only for sensors, which watch another task's job."""
 
 
 def check_shape(**shape: int | None) -> None:
-    """Refuse a cluster without a slot, naming the argument. None: not given. Raises ValueError."""
+    """Raise ValueError, naming the argument, for a cluster without a slot. None: not given."""
     for name, number in shape.items():
         if number is not None and number < 1:
             raise ValueError(f"{name}={number}: give at least 1")
 
 
 class SimulatedCluster:
-    """The service over ``nodes`` of ``slots`` each, in simulated time. Thread-safe. Close it.
+    """The service over ``nodes`` nodes of ``slots`` slots, in simulated time. Thread-safe. Must be closed.
 
-    ``trainings`` says, by task id (of a mapped task also ``task[index]``), how trainings behave; it may be changed
-    while the cluster runs, and holds for workers that start afterwards. ``empty_store`` is a file where the empty
-    database is kept for the clusters to come: making one takes longer than copying it.
+    ``trainings`` defines, by task id (for a mapped task also ``task[index]``), how trainings behave; it can be changed
+    while the cluster runs, and applies to workers started afterwards. ``empty_store`` is a file that caches the empty
+    database for later clusters: creating a database takes longer than copying one.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SimulatedCluster:
         self._settings = ServiceSettings(
             state_dir=folder,
             engine="fake",
-            running_interval_s=_DAY_S,  # the loop is woken by what happens
+            running_interval_s=_DAY_S,  # events wake the loop
             inventory_interval_s=1e-6,  # the shape may change between two runs
             checkpoint_interval_s=600.0,
             log_level="error",
@@ -132,11 +132,11 @@ class SimulatedCluster:
     # -- time ----------------------------------------------------------------------------------------------------
 
     def clock(self) -> float:
-        """The simulated time, in UTC seconds."""
+        """Return the simulated time, in UTC seconds."""
         return self._now_s
 
     def move_to(self, at: float) -> None:
-        """Let time pass until a moment, UTC seconds; one that has passed already changes nothing."""
+        """Let time pass until ``at`` (UTC seconds); does nothing if that has passed already."""
         with self._lock:
             if not self._live():
                 self._now_s = max(self._now_s, at)
@@ -144,17 +144,17 @@ class SimulatedCluster:
                 self._step(at, owned=False)
 
     def settle(self, limit_s: float = _SETTLE_S) -> None:
-        """Let jobs that are being cancelled come to their end: their workers save and leave."""
+        """Let jobs that are being cancelled end, for at most ``limit_s``: their workers save and leave."""
         with self._lock:
             end_s = self._now_s + limit_s
             while self.live and self._now_s < end_s:
                 self._step(end_s, owned=True)
 
     def wait(self, until: float = math.inf, *, watched: bool = False, answer_within_s: float = math.inf) -> None:
-        """Let time pass until something happens to a job for which its task waits, or until a moment.
+        """Let time pass until there is news of a job for its waiting task, or until ``until`` (UTC seconds).
 
-        ``watched``: a sensor waits as well, for which a first checkpoint is news. ``answer_within_s``: in our own
-        time, after which whoever asks may ask again. Raises SimulationStuckError when nothing happens for 30 days.
+        ``watched``: a sensor waits, too, for which a first checkpoint is news. ``answer_within_s``: limit in real
+        time, after which the caller may ask again. Raises SimulationStuckError when nothing happens for 30 days.
         """
         with self._lock:
             before, end_s = self._news(watched), min(until, self._now_s + _LONGEST_WAIT_S)
@@ -172,16 +172,16 @@ class SimulatedCluster:
         return any(not row.terminal for row in self._live())
 
     def has_job(self, identity: JobIdentity) -> bool:
-        """Whether a task, of whatever namespace, has a job."""
+        """Return whether a task has a job, in any namespace."""
         return self._job_id(identity) is not None
 
     def submitted_at(self, identity: JobIdentity) -> float | None:
-        """When the job of a task was submitted, UTC seconds."""
+        """Return when the job of a task was submitted, in UTC seconds; None when it has no job."""
         job_id = self._job_id(identity)
         return None if job_id is None else self._parts.job_service.status(job_id).submitted_at
 
     def has_news(self, identity: JobIdentity) -> bool:
-        """Whether the task of a job has something to learn since it was asked last."""
+        """Return whether there is news for the task of a job since the previous call."""
         with self._lock:
             job_id = self._job_id(identity)
             if job_id is None:
@@ -191,16 +191,16 @@ class SimulatedCluster:
             return news.state is not None or known not in (None, news)
 
     def has_any_news(self) -> bool:
-        """Whether a sensor has something to learn since this was asked last."""
+        """Return whether there is news for a sensor since the previous call."""
         with self._lock:
             known, self._watched = self._watched, self._news(watched=True)
             return known != self._watched
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Airflow runs tasks: one that looks at its job again and again within a turn lets time pass.
+        """Context in which Airflow runs tasks: a task that polls its job repeatedly in one turn lets time pass.
 
-        Raises SimulationStuckError at the end when such a task was told that nothing happens any more.
+        Raises SimulationStuckError on exit when such a task waited although nothing happens any more.
         """
         self._runs, self._stuck_error = True, None
         try:
@@ -211,18 +211,18 @@ class SimulatedCluster:
             raise self._stuck_error
 
     def next_turn(self) -> None:
-        """Airflow begins to run its next tasks: what looked before may look again without letting time pass."""
+        """Reset the poll counts before Airflow runs its next tasks: a first poll does not let time pass."""
         with self._lock:
             self._looks.clear()
 
     # -- what tests change ---------------------------------------------------------------------------------------
 
     def resize(self, *, nodes: int, slots: int) -> None:
-        """Have other machines from now on. Raises ValueError."""
+        """Replace the machines. Raises ValueError."""
         check_shape(nodes=nodes, slots=slots)
         with self._lock:
             self._engine.resize(nodes, slots)
-            self._now_s += _SOON_S  # the loop looks at the machines once a moment
+            self._now_s += _SOON_S  # the loop checks the inventory only once per moment
             self._pass()
 
     @property
@@ -232,11 +232,11 @@ class SimulatedCluster:
         return len(there), there[0].slots
 
     def statuses(self, dag_id: str | None = None) -> list[JobStatus]:
-        """Every job, in order of submission."""
+        """Return the status of every job, in order of submission."""
         return list(reversed(self._parts.job_service.list_jobs(None, dag_id, None, 1000)))
 
     def close(self) -> None:
-        """Stop serving; nothing is left but the folder."""
+        """Stop serving and release everything except the folder."""
         self._server.close()
         self._candidates.close()
         self._engine.close()
@@ -245,10 +245,10 @@ class SimulatedCluster:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _pass(self) -> None:
-        """Let the loop look, think and act, until it has nothing more to do at this moment."""
+        """Run passes of the loop until it has nothing more to do at this moment."""
         with self._lock:
             if self._passing:
-                return  # a checkpoint was looked at within a pass: that one goes on until nothing is left
+                return  # a checkpoint was verified during a pass, which itself continues until nothing is left
             self._passing = True
             try:
                 self._reconciler.run_once()
@@ -258,7 +258,7 @@ class SimulatedCluster:
                 self._passing = False
 
     def _step(self, end_s: float, *, owned: bool) -> None:
-        """Jump to the next moment at which something can happen, at most to ``end_s``; one pass there."""
+        """Jump to the next moment at which something can happen, at most ``end_s``, and run the loop there."""
         self._now_s = min(end_s, max(self._next_s(), self._now_s + 0.01))
         if owned and self._now_s - self._renewed_s > _RENEW_S:
             self._renew()
@@ -274,8 +274,8 @@ class SimulatedCluster:
             last_event = reader.session.scalar(decisive)
         happened, self._happened = self._happened, (phases, last_event)
         if happened != self._happened:
-            return now_s + _SOON_S  # one thing leads to another
-        # Often while somebody is new, as that tells how fast he is, and again towards the next thing to come.
+            return now_s + _SOON_S  # one event leads to the next
+        # Check often while a generation is young, to learn its speed, and again towards the next known event.
         age_s = min((now_s - one.running_at for one in training if one.running_at is not None), default=_DAY_S)
         look_s = max(_SHORTEST_LOOK_S, min(age_s, (min(turn_s, now_s + _DAY_S) - now_s) / _LOOKS))
         if any(one.purpose == Purpose.PROFILE and not one.notes.measured for one in training):
@@ -286,7 +286,7 @@ class SimulatedCluster:
         return min(now_s + look_s, *(moment_s for moment_s in known if moment_s is not None and moment_s > now_s))
 
     def _renew(self) -> None:
-        """What the process of ``dag.test()`` does in the background for the jobs of its tasks."""
+        """Renew the leases of all jobs, as the process of ``dag.test()`` does in the background."""
         with self._parts.store.write() as tx:
             for _, row in tx.undrained():
                 row.renewals += 1
@@ -324,7 +324,7 @@ class SimulatedCluster:
         }
 
     def _looked_at(self, verb: str, job_id: str, most: int) -> None:
-        """Somebody looks at a job by HTTP; who looks again and again in one turn does nothing but wait for it."""
+        """Count a poll of a job by HTTP; a task that polls repeatedly in one turn only waits, so let time pass."""
         with self._lock:
             self._looks[verb, job_id] = self._looks.get((verb, job_id), 0) + 1
             if not self._runs or self._looks[verb, job_id] < most:
@@ -350,7 +350,7 @@ class SimulatedCluster:
     def _behaviour(self, spec: GangSpec, failed_before: int) -> FakeBehaviour:
         with self._parts.store.read() as reader:
             job, row = reader.job(spec.job_id), reader.incarnation(spec.job_id, spec.incarnation)
-        assert job is not None  # the service starts workers of jobs that it knows
+        assert job is not None  # the service starts workers only for jobs that it knows
         assert row is not None
         task_id, index = job.identity.task_id, job.identity.map_index
         training = self.trainings.get(f"{task_id}[{index}]") or self.trainings.get(task_id) or SimulatedTraining()
@@ -366,13 +366,13 @@ def _lay_out_store(url: str, database: Path, empty: Path) -> None:
 
 
 class _Stepping(Notifier):
-    """Runs the loop in the thread that would only wake it: a handler finds its answer when it looks."""
+    """Runs the loop in the thread that wakes it, so that a request handler sees the result at once."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         super().__init__()
         self._step = step
 
     def wake(self) -> None:
-        """One pass, unless it is the news that a checkpoint was looked at: the pass under way waits for that."""
+        """Run a pass, except for the wake-up after a verified checkpoint: the current pass waits for that itself."""
         if not threading.current_thread().name.startswith("checkpoints"):
             self._step()

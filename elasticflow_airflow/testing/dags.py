@@ -1,6 +1,6 @@
-"""DAGs for a test: read from a file or taken as they are, and made known to the metadata database.
+"""DAGs for a test: read from a file or used as given, and registered in the metadata database.
 
-Imports Airflow inside its functions: this module is loaded before the private home is there.
+Imports Airflow inside its functions: this module is loaded before the private home exists.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class DagError(Exception):
 
 
 def find_dag(source: Any, dag_id: str | None = None) -> DAG:
-    """Return a DAG as it is, or read it from a file. Raises DagError.
+    """Return a DAG as given, or read it from a file. Raises DagError.
 
-    ``dag_id`` chooses one of a file that defines several.
+    ``dag_id`` selects the DAG of a file that defines several.
     """
     from airflow.sdk import DAG
 
@@ -65,7 +65,7 @@ def _read(path: Path, dag_id: str | None) -> DAG:
 
 
 def store_dag(dag: DAG) -> None:
-    """Write the serialized DAG into the database: ``dag.test()`` runs no other."""
+    """Write the serialized DAG to the database: ``dag.test()`` requires it there."""
     from airflow.dag_processing.collection import update_dag_parsing_results_in_db
     from airflow.models.dagbundle import DagBundleModel
     from airflow.serialization.serialized_objects import LazyDeserializedDAG
@@ -83,10 +83,11 @@ def store_dag(dag: DAG) -> None:
 
 
 def without_deadline_alerts(dag: DAG) -> DAG:
-    """Return a copy whose run Airflow's ``dag.test()`` survives.
+    """Return the DAG, or a copy without its deadline alerts, with which ``dag.test()`` would fail.
 
-    It fails at the end of a run of a DAG with ``deadline=DeadlineAlert(...)`` ("'dict' object has no attribute 'hex'",
-    seen in 3.3.2). The tasks are the same, and see the DAG with its alerts: deadlines that come from them do as ever.
+    ``dag.test()`` fails at the end of a run of a DAG with ``deadline=DeadlineAlert(...)`` ("'dict' object has no
+    attribute 'hex'", seen in 3.3.2). The tasks are shared and still see the DAG with its alerts: deadlines derived from
+    them work as usual.
     """
     if not getattr(dag, "deadline", None):
         return dag
@@ -97,7 +98,7 @@ def without_deadline_alerts(dag: DAG) -> DAG:
 
 @contextmanager
 def without_retry_delays(dag: DAG) -> Iterator[None]:
-    """Have failed tasks retried at once: the delay would pass in real time."""
+    """Retry failed tasks at once: the delay would pass in real time."""
     before = [(task, task.retry_delay) for task in dag.task_dict.values() if task.retries]
     try:
         for task, _ in before:

@@ -1,6 +1,6 @@
-"""A private AIRFLOW_HOME for one test process: made before Airflow is imported, gone when the process ends.
+"""A private AIRFLOW_HOME for one test process: created before Airflow is imported, removed when the process ends.
 
-Every process has its own, those of pytest-xdist too. Imports nothing of Airflow until a database is asked for.
+Every process has its own, including those of pytest-xdist. Does not import Airflow until a database is requested.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _FOREIGN = (
     "AIRFLOW__WORKERS__SECRETS",
     "ELASTICFLOW_",
 )
-"""Beginnings of the variables that would lead a test to somebody's real Airflow, secrets or service."""
+"""Prefixes of variables that would connect a test to a real Airflow, real secrets or a real service."""
 
 
 _LONGEST_ROOM = 60
-"""Bytes. A Unix socket's path takes 107; the service's in a home adds up to 40 to the folder that homes are in."""
+"""In bytes. A Unix socket path has at most 107, of which the service's socket in a home needs up to 40."""
 
 
 def _room() -> Path:
-    """Where homes are made: the folder for temporary files, or, where that has too long a name for sockets, /tmp."""
+    """Return the folder for homes: that of temporary files or, if its path is too long for sockets, /tmp."""
     usual = Path(tempfile.gettempdir())
     return usual if len(os.fsencode(usual)) <= _LONGEST_ROOM else Path("/tmp")  # noqa: S108 - a folder of 0700 in it
 
 
 class HomeError(Exception):
-    """The private home cannot be made; the message says what to do."""
+    """The private home cannot be created; the message says what to do."""
 
 
 class Home:
-    """The folder, and what is in it. ``path`` is short, as sockets lie in it."""
+    """The home folder and its content. ``path`` is short, as it contains sockets."""
 
     def __init__(self) -> None:
         refuse_imported_airflow()
@@ -83,9 +83,9 @@ class Home:
         )
 
     def ensure_database(self, cache: Path | None) -> None:
-        """Make the metadata database, once. ``cache`` keeps a migrated one for the processes to come (None: nowhere).
+        """Create the metadata database, once. ``cache``: folder to keep a migrated copy for later processes, or None.
 
-        Imports Airflow. Raises HomeError when somebody has pointed Airflow elsewhere in the meantime.
+        Imports Airflow. Raises HomeError when Airflow has been configured to use another database in the meantime.
         """
         if self._has_database:
             return
@@ -114,19 +114,19 @@ class Home:
         self._has_database = True
 
     def new_folder(self) -> Path:
-        """A fresh folder in the home, with a short name."""
+        """Return the path of a fresh folder in the home, with a short name."""
         self._folders += 1
         return self.path / f"s{self._folders}"
 
     def remove(self) -> None:
-        """Remove the folder; in a child that was forked it is the parent's affair."""
+        """Remove the folder, unless this is a forked child: then the parent removes it."""
         if os.getpid() == self._pid:
             self._lock.close()
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 def refuse_imported_airflow() -> None:
-    """Raise HomeError when Airflow has read its configuration already."""
+    """Raise HomeError when Airflow has already read its configuration."""
     if "airflow.configuration" in sys.modules or "airflow.sdk.configuration" in sys.modules:
         home = os.environ.get("AIRFLOW_HOME", "~/airflow")
         raise HomeError(
@@ -140,7 +140,7 @@ def refuse_imported_airflow() -> None:
 
 @contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
+    """Set environment variables temporarily."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -162,7 +162,7 @@ def _keep_copy(database: Path, template: Path) -> None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove homes of processes that were killed: those whose lock nobody holds."""
+    """Remove homes of killed processes: those whose lock is not held."""
     for home in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, or gone by now
             if time.time() - home.stat().st_mtime < _YOUNG_S or home.stat().st_uid != os.getuid():

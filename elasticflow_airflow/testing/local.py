@@ -15,7 +15,7 @@ _STOP_LIMIT_S = 20.0
 
 
 def start_service(folder: Path, slots: int) -> Endpoint:
-    """Start it with so many CPU slots. Raises EmbeddedStartError."""
+    """Start the service with ``slots`` CPU slots. Raises EmbeddedStartError."""
     return ensure_service(
         folder,
         {
@@ -28,7 +28,7 @@ def start_service(folder: Path, slots: int) -> Endpoint:
 
 
 def stop_service(endpoint: Endpoint) -> None:
-    """Stop it; the jobs of a test are over by then, or have been cancelled."""
+    """Stop the service; the jobs of a test are over by then, or have been cancelled."""
     folder = endpoint.embedded_state_dir
     card = None if folder is None else ServiceCard.read(folder)
     if folder is None or card is None:

@@ -1,4 +1,4 @@
-"""The pytest side: when the private home is made, and the fixtures. Loaded by ``-p elasticflow_airflow.testing``."""
+"""The pytest plugin: creates the private home, defines fixtures. Loaded by ``-p elasticflow_airflow.testing``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RUNS = pytest.StashKey[RunDag]()
 
 
 def pytest_plugin_registered() -> None:
-    """Make the private home, as early as pytest lets a plugin act: conftest files may import DAGs."""
+    """Create the private home as early as pytest lets a plugin act: conftest files may import DAGs."""
     global _home
     if _home is None:
         try:
@@ -32,14 +32,14 @@ def pytest_plugin_registered() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
-    """Show below a test that failed what became of its DAG runs: pytest cuts ``assert result.succeeded, result``."""
+    """Add the results of a failed test's DAG runs to its report: pytest truncates ``assert ..., result``."""
     report = yield
     if call.when == "call" and report.failed and _RUNS in item.stash:
         shown = report.longrepr
         for result in item.stash[_RUNS].results:
-            if isinstance(shown, ExceptionRepr):  # its own sections are shown whatever --show-capture says
+            if isinstance(shown, ExceptionRepr):  # its own sections are shown regardless of --show-capture
                 shown.addsection(f"run of DAG {result.dag_id}", repr(result), "-")
-            else:  # a plugin has put something of its own there
+            else:  # a plugin has replaced it
                 report.sections.append((f"run of DAG {result.dag_id}", repr(result)))
     return report
 
@@ -52,7 +52,7 @@ def airflow_home() -> Path:
 
 @pytest.fixture(scope="session")
 def _local_service(airflow_home: Path) -> Iterator[Callable[[int], Endpoint]]:
-    """A service with so many slots that really trains, started when it is first asked for."""
+    """Function that returns the service with real training for a number of slots, started on first use."""
     started: dict[int, Endpoint] = {}
 
     def start(slots: int) -> Endpoint:
@@ -67,11 +67,11 @@ def _local_service(airflow_home: Path) -> Iterator[Callable[[int], Endpoint]]:
 
 @pytest.fixture
 def run_dag(_local_service: Callable[[int], Endpoint], request: pytest.FixtureRequest) -> Iterator[RunDag]:
-    """Run a DAG to its end and tell what came of it: see :class:`RunDag`. Each test has a cluster of its own."""
+    """Run a DAG to its end and return its result: see :class:`RunDag`. Each test has its own cluster."""
     clusters: list[SimulatedCluster] = []
 
     def prepare() -> None:
-        cache = getattr(request.config, "cache", None)  # pytest can be told to have none
+        cache = getattr(request.config, "cache", None)  # pytest can run without a cache
         _the_home().ensure_database(None if cache is None else Path(cache.mkdir("elasticflow")))
 
     def cluster(start_at: float | None) -> SimulatedCluster:

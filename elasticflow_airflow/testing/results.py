@@ -1,4 +1,4 @@
-"""What a DAG run came to, for assertions: its state, its tasks, and the jobs that they have trained. Values only."""
+"""Results of a DAG run, for assertions: its state, its tasks, and the jobs that they trained. Values only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ByTask(Mapping[str, T], Generic[T]):
-    """Values by task id; one of a mapped task is under ``task[index]``. Who asks for another hears what there is."""
+    """Values by task id, for mapped tasks by ``task[index]``. A KeyError lists the existing keys."""
 
     def __init__(self, what: str, values: Mapping[str, T]) -> None:
         self._what, self._values = what, dict(values)
@@ -50,15 +50,15 @@ class TaskOutcome:
 
     @property
     def key(self) -> str:
-        """Name in ``DagResult.tasks``."""
+        """Key in ``DagResult.tasks``."""
         return self.task_id if self.map_index < 0 else f"{self.task_id}[{self.map_index}]"
 
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """The job of an elastic task: everything that the service knows of it, and every event with its reason.
+    """The job of an elastic task: everything that the service knows about it, and every event with its reason.
 
-    Times are of the cluster's clock: simulated ones with the simulated engine.
+    Times are by the cluster's clock: simulated with the simulated engine.
     """
 
     status: JobStatus
@@ -66,52 +66,52 @@ class JobOutcome:
 
     @property
     def state(self) -> State:
-        """Where it stands."""
+        """State of the job."""
         return self.status.state
 
     @property
     def verdict(self) -> str:
-        """What admission control said: admitted, rejected, best_effort, renegotiated or undecided."""
+        """Decision of admission control: admitted, rejected, best_effort, renegotiated or undecided."""
         return self.status.verdict.decision
 
     @property
     def reason(self) -> str:
-        """Why it said so."""
+        """Reason of the verdict."""
         return self.status.verdict.reason
 
     @property
     def met(self) -> bool | None:
-        """Whether it ended by its deadline; None without a deadline, or when it has not succeeded."""
+        """Whether the job met its deadline; None without a deadline, or when it has not succeeded."""
         return None if self.status.result is None else self.status.result.met
 
     @property
     def slack_s(self) -> float | None:
-        """How long before its deadline it ended, in seconds; negative: late."""
+        """Seconds from the end of the job to its deadline; negative: late."""
         return self.status.slack_s
 
     @property
     def deadline(self) -> datetime | None:
-        """By when it had to end."""
+        """Deadline of the job; None when it has none."""
         return _moment(self.status.deadline_at)
 
     @property
     def earliest_deadline(self) -> datetime | None:
-        """Of a rejected job: the earliest deadline that could have been promised."""
+        """For a rejected job: the earliest deadline that could have been guaranteed."""
         return _moment(self.status.verdict.earliest_deadline_at)
 
     @property
     def submitted(self) -> datetime:
-        """When it was submitted."""
+        """Time of submission."""
         return datetime.fromtimestamp(self.status.submitted_at, UTC)
 
     @property
     def finished(self) -> datetime | None:
-        """When it had succeeded."""
+        """Time of success; None when the job has not succeeded."""
         return None if self.status.result is None else _moment(self.status.result.finished_at)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many workers it had, one after the other."""
+        """The successive numbers of workers."""
         sizes: list[int] = []
         for event in self.events:
             if event.kind in ("started", "rescaled") and sizes[-1:] != [event.data["workers"]]:
@@ -120,25 +120,25 @@ class JobOutcome:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """What the script reported at its end."""
+        """Metrics that the script reported at its end."""
         return {} if self.status.result is None else self.status.result.metrics
 
     @property
     def checkpoint_path(self) -> str | None:
-        """Folder of the checkpoint that counts."""
+        """Folder of the final checkpoint."""
         return None if self.status.result is None else self.status.result.checkpoint_path
 
     def kinds(self) -> list[str]:
-        """What happened, as kinds of events, in order."""
+        """Return the kinds of all events, in order."""
         return [event.kind for event in self.events]
 
     def story(self) -> str:
-        """Every event with its reason, one a line, in seconds since the job was submitted."""
+        """Return every event with its reason, one per line, with the time in seconds since submission."""
         since = self.status.submitted_at
         return "\n".join(f"{event.at - since:10.1f} s  {event.kind}: {event.reason}" for event in self.events)
 
     def summary(self) -> str:
-        """What became of it, in one line."""
+        """Return a one-line summary of the job."""
         said = f"{self.verdict}, {self.state.value} at step {self.status.step}"
         if self.status.total_steps is not None:
             said += f" of {self.status.total_steps}"
@@ -151,7 +151,7 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DagResult:
-    """What a run came to. Its text tells the whole story: write ``assert result.succeeded, result``."""
+    """Result of a run. Its repr describes the whole run: write ``assert result.succeeded, result``."""
 
     dag_id: str
     run_id: str
@@ -161,11 +161,11 @@ class DagResult:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the run is a success."""
+        """Whether the run succeeded."""
         return self.state == "success"
 
     def __repr__(self) -> str:
-        """A line for each task; below it what it raised, and what happened to its job unless all went well."""
+        """Return a line per task, followed by its error and, unless all went well, the events of its job."""
         lines = [f"{self.dag_id} · {self.run_id}: {self.state}"]
         width = max((len(key) for key in self.tasks), default=0)
         for key, task in self.tasks.items():

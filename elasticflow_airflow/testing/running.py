@@ -1,6 +1,6 @@
-"""Runs a DAG by Airflow's own ``dag.test()``, on a simulated cluster or with real training, and tells what came of it.
+"""Runs a DAG by Airflow's own ``dag.test()``, on a simulated cluster or with real training, and returns the result.
 
-Imports Airflow inside its functions: this module is loaded before the private home is there.
+Imports Airflow inside its functions: this module is loaded before the private home exists.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_CONNECTION = "elasticflow_default"
 _MOMENT_S = 1.0
-"""Passes after each simulated run: the next one is another run, with an id of its own."""
+"""Added to the clock after each simulated run, so that the next run gets its own id."""
 
 Engine = Literal["simulated", "local"]
 
@@ -36,9 +36,9 @@ Engine = Literal["simulated", "local"]
 class DagSimulation:
     """The part of ``run_dag`` that lets simulated time pass when Airflow has nothing else to do.
 
-    It stands between ``dag.test()`` and the DAG run: of the tasks that could go on now, those that would only find
-    out that their training goes on are held back; when there are no others, time passes until one has something to
-    learn. So every task is submitted at the moment at which production would have submitted it.
+    It sits between ``dag.test()`` and the DAG run. Of the tasks that could continue now, it holds back those that would
+    only find their training still running; when there are no others, time passes until there is news for one of them.
+    So every task is submitted at the moment at which production would have submitted it.
     """
 
     def __init__(self, cluster: SimulatedCluster, dag: DAG) -> None:
@@ -46,7 +46,7 @@ class DagSimulation:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Have ``dag.test()`` ask here which tasks go on."""
+        """Let :meth:`choose` decide which tasks ``dag.test()`` continues."""
         from airflow.models.dagrun import DagRun
 
         original = DagRun.update_state
@@ -65,7 +65,7 @@ class DagSimulation:
             yield
 
     def choose(self, schedulable: list[Any], everybody: Callable[[], list[Any]]) -> list[Any]:
-        """Of the task instances that may go on, those that have something to do; time passes until there are some."""
+        """Return the schedulable task instances that have something to do; lets time pass until there are some."""
         self._cluster.next_turn()
         looks = [ti for ti in schedulable if self._only_looks(ti)]
         busy = [ti for ti in schedulable if ti not in looks]
@@ -74,7 +74,7 @@ class DagSimulation:
             if busy:
                 break
             if not self._cluster.live and self._somebody_waits(everybody(), looks):
-                return looks  # sensors of trainings that are yet to come, behind a task that waits in real time
+                return looks  # sensors of future trainings, behind a task that waits in real time
             self._cluster.wait(self._hang_detector(looks), watched=any(self._is_sensor(ti) for ti in looks))
             if self._is_over(looks):
                 return looks
@@ -107,7 +107,7 @@ class DagSimulation:
         return JobIdentity(dag_id=ti.dag_id, run_id=ti.run_id, task_id=ti.task_id, map_index=ti.map_index)
 
     def _hang_detector(self, looks: list[Any]) -> float:
-        """Until when these tasks wait at most: a training whose ``execution_timeout`` is over wants to know."""
+        """Return until when these tasks wait at most: an expired ``execution_timeout`` must be noticed."""
         ends = [self._timeout_at(ti) for ti in looks]
         return min((end for end in ends if end > self._cluster.clock()), default=math.inf)
 
@@ -121,7 +121,7 @@ class DagSimulation:
 
 
 class RunDag:
-    """What the fixture ``run_dag`` gives: call it with a DAG. See :meth:`__call__`."""
+    """Value of the fixture ``run_dag``: call it with a DAG. See :meth:`__call__`."""
 
     def __init__(
         self,
@@ -131,11 +131,11 @@ class RunDag:
     ) -> None:
         self._prepare, self._cluster, self._local = prepare, cluster, local
         self.results: list[DagResult] = []
-        """What the runs of this test came to, oldest first."""
+        """Results of the runs of this test, oldest first."""
 
     @property
     def cluster(self) -> SimulatedCluster:
-        """The simulated cluster of this test: its clock, and everything that it knows of its jobs."""
+        """The simulated cluster of this test, with its clock and everything that it knows about its jobs."""
         return self._cluster(None)
 
     def __call__(
@@ -154,20 +154,20 @@ class RunDag:
         retry_delays: bool = False,
         **options: Any,
     ) -> DagResult:
-        """Run a DAG once, to its end, and return what came of it. A run that fails is a result, too.
+        """Run a DAG once, to its end, and return the result. A failed run is a result, too.
 
-        ``dag``: a DAG, or the path of the file that defines it (``dag_id`` chooses among several).
+        ``dag``: a DAG, or the path of the file that defines it (``dag_id`` selects among several).
 
         ``engine="simulated"``: real scheduling, modelled workers, no real time, no torch. The cluster has ``nodes``
-        nodes of ``slots`` slots (1 of 4 unless said; it stays so for the next run of the same test).
-        ``simulated`` says by task id how trainings behave, ``simulated_curves`` only how fast they are (steps/s by
-        workers); without, what ``scaling_curve=`` says, else a default. The clock starts at ``run_after`` (an aware
-        datetime; default: now) and goes on from run to run of a test, as does what the service has learned.
+        nodes of ``slots`` slots (default: 1 of 4; kept for the next run of the same test).
+        ``simulated`` defines by task id how trainings behave, ``simulated_curves`` only how fast they are (steps/s by
+        workers); the default is ``scaling_curve=``, else a built-in curve. The clock starts at ``run_after`` (an aware
+        datetime; default: now) and continues from run to run of a test, as does what the service has learned.
 
         ``engine="local"``: the scripts really train, on this machine (torch needed), with ``slots`` slots.
 
         ``conf``: the run's configuration. ``retry_delays=True`` waits, in real time, before a retry. ``options`` go
-        to ``dag.test()``. Raises DagError when there is no DAG, ValueError for arguments that cannot be, or do not
+        to ``dag.test()``. Raises DagError when there is no DAG, ValueError for arguments that are invalid or do not
         go together.
         """
         check_shape(nodes=nodes, slots=slots)
@@ -215,7 +215,7 @@ class RunDag:
 def _simulated_moments(
     cluster: SimulatedCluster, run_after: datetime | None, logical_date: datetime | None
 ) -> dict[str, Any]:
-    """When the run is due; the clock is there then, unless it is past that already."""
+    """Return the dates of the run, and advance the clock to its due time unless that has passed already."""
     import pendulum
 
     if run_after is not None:
@@ -241,7 +241,7 @@ def _trainings(
 
 
 def _connections(dag: DAG, endpoint: Endpoint) -> dict[str, str]:
-    """Every connection of the DAG's elastic tasks leads to the service of the test."""
+    """Return variables that point every connection of the DAG's elastic tasks to the service of the test."""
     ids = {_DEFAULT_CONNECTION}
     for task in dag.task_dict.values():
         named = getattr(task, "partial_kwargs", {}).get("elasticflow_conn_id") or getattr(
@@ -264,14 +264,14 @@ def _simulated_environment(dag: DAG, endpoint: Endpoint) -> dict[str, str]:
 
 @contextmanager
 def _errors_noted() -> Iterator[dict[tuple[str, int], str]]:
-    """What tasks raise, by task id and map index."""
+    """Record the errors that tasks raise, by task id and map index."""
     from airflow.listeners import hookimpl
     from airflow.sdk.listener import get_listener_manager
 
     noted: dict[tuple[str, int], str] = {}
 
     class Notes:
-        @hookimpl  # type: ignore[untyped-decorator, unused-ignore]  # pluggy's marker carries no types everywhere
+        @hookimpl  # type: ignore[untyped-decorator, unused-ignore]  # pluggy's marker is not typed everywhere
         def on_task_instance_failed(self, task_instance: Any, error: Any) -> None:
             index = -1 if task_instance.map_index is None else task_instance.map_index
             kind = f"{type(error).__name__}: " if isinstance(error, BaseException) else ""
@@ -294,7 +294,7 @@ def _result(dag: DAG, run: Any, endpoint: Endpoint, errors: Mapping[tuple[str, i
         rows: Any = session.scalars(query).all()
         returned = {(row.task_id, row.map_index): XComModel.deserialize_value(row) for row in rows}
     tasks = {}
-    order = [task.task_id for task in dag.topological_sort()]  # type: ignore[no-untyped-call]  # Airflow has none
+    order = [task.task_id for task in dag.topological_sort()]  # type: ignore[no-untyped-call]  # untyped in Airflow
     for ti in sorted(run.get_task_instances(), key=lambda ti: (order.index(ti.task_id), ti.map_index)):
         key = (ti.task_id, ti.map_index)
         state = None if ti.state is None else str(getattr(ti.state, "value", ti.state))

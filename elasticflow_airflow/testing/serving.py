@@ -1,4 +1,4 @@
-"""Serves the API of a simulated cluster on a Unix socket, from a thread, and notices who only looks."""
+"""Serves the API of a simulated cluster on a Unix socket, from a thread, and detects polling clients."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BLOCKED_LOOKS = 2
 
 
 class LookCounter:
-    """Tells who looks at a job by HTTP, except for the thread that only keeps leases alive."""
+    """Reports every poll of a job by HTTP, except those of the thread that only keeps leases alive."""
 
     def __init__(self, app: ASGIApp, looked_at: Callable[[str, str, int], None]) -> None:
         self._app, self._looked_at = app, looked_at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a look, and pass the request on."""
+        """Report a poll, and pass the request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -88,6 +88,6 @@ class Server:
             time.sleep(0.002)
 
     def close(self) -> None:
-        """Answer what is under way, and stop."""
+        """Finish pending requests, and stop."""
         self._server.should_exit = True
         self._thread.join(_START_LIMIT_S)

@@ -1,4 +1,4 @@
-"""Modelled workers of a simulated cluster: they never lose the service, and behave as the test says."""
+"""Modelled workers of a simulated cluster: their leases never expire, and they behave as the test defines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangS
 
 
 class SimulatedEngine(FakeEngine):
-    """The engine port over modelled workers; ``behave`` says how those of a gang do, given how many failed before."""
+    """Engine over modelled workers; ``behave`` returns a gang's behaviour, given the number of earlier failures."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class SimulatedEngine(FakeEngine):
         return "simulated"
 
     def outlook(self) -> tuple[float, tuple[str, ...]]:
-        """When something will next happen to workers by itself (infinity: never), and what they all do now."""
+        """Return the time of the next spontaneous event (infinity: never), and the phases of all gangs."""
         with self.world.lock:
             doing = tuple(gang.phase for _, gang in sorted(self.world.gangs.items()))
             return self.world.next_turn_s(), doing
 
     def resize(self, nodes: int, slots: int) -> None:
-        """Replace the machines; workers on those that go are lost."""
+        """Replace the machines; workers on removed ones are lost."""
         with self.world.lock:
             wanted = {node.node_id: node for node in fake_nodes(nodes, slots)}
             for node_id, node in list(self.world.nodes.items()):
@@ -48,11 +48,11 @@ class SimulatedEngine(FakeEngine):
             self.world.nodes = wanted
 
     def apply(self, spec: GangSpec) -> None:
-        """As every engine; the lease never runs out, however far the clock jumps."""
+        """Apply as any engine does, but with a lease that never expires, however far the clock jumps."""
         super().apply(replace(spec, lease_s=math.inf))
 
     def observe(self) -> tuple[GangObservation, ...]:
-        """As every engine; everybody says how far he is, and who failed is remembered."""
+        """Observe as any engine does; first every gang reports its progress, and failed generations are recorded."""
         with self.world.lock:
             self.world.advance()
             for gang in self.world.gangs.values():

@@ -1,4 +1,4 @@
-"""What a test says of the trainings that it simulates: how fast they really are, and what goes wrong. Values only."""
+"""Test-defined behaviour of simulated trainings: how fast they really are, and what goes wrong. Values only."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from typing import Any
 from elasticflow_airflow.engines.fake.behaviour import FakeBehaviour
 
 DEFAULT_CURVE: Mapping[int, float] = {1: 10.0, 2: 18.0, 4: 32.0, 8: 56.0, 16: 96.0}
-"""Steps/s by workers of a training of which neither the test nor its ``scaling_curve=`` says anything."""
+"""Steps/s by number of workers, for a training without a speed in the test and without ``scaling_curve=``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTraining:
-    """How a simulated training behaves. What is left out goes well.
+    """How a simulated training behaves. By default, nothing goes wrong.
 
-    ``steps_per_s``: its real speed by number of workers; without it what the operator's ``scaling_curve=`` says, else
-    ``DEFAULT_CURVE``. ``speed`` multiplies that: 0.5 is a training that turns out half as fast as its author believes.
+    ``steps_per_s``: its real speed by number of workers; defaults to the operator's ``scaling_curve=``, else to
+    ``DEFAULT_CURVE``. ``speed`` multiplies that: 0.5 is a training that turns out half as fast as its author expects.
     """
 
     steps_per_s: Mapping[int, float] | None = None
     speed: float = 1.0
     startup_s: float = 8.0
-    """From the start of the workers to their first step, each time that they start."""
+    """Time from each start of the workers to their first step."""
     tail_s: float = 2.0
-    """From the last step to the end of the processes: the final save, an evaluation in the script."""
+    """Time from the last step to the end of the processes: the final save, an evaluation in the script."""
     samples: int | None = None
-    """Size of an epoch as the script finds it, for tasks without ``steps=`` and ``samples=``."""
+    """Epoch size that the script determines, for tasks without ``steps=`` and ``samples=``."""
 
     losses: Mapping[int, float] = field(default_factory=dict)
-    """Loss by step, on a straight line between two of them; without it a loss that falls from 4 to 0.5."""
+    """Loss by step, linearly interpolated; by default the loss falls from 4 to 0.5."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """What the script reports at its end, and the task returns."""
+    """Metrics that the script reports at its end and the task returns."""
 
     fails_at_step: int | None = None
-    """A worker raises there ..."""
+    """A worker raises at this step ..."""
     failure: str = "RuntimeError: simulated failure"
     """... with this message ..."""
     failures: int | None = None
-    """... so many times; None: each time that it gets there."""
+    """... this many times; None: each time that it reaches the step."""
     hangs_at_step: int | None = None
-    """Nothing more happens from there on."""
+    """The training hangs from this step on."""
     nan_at_step: int | None = None
-    """The loss is not a number there, and the session gives up."""
+    """The loss is NaN at this step, and the session fails."""
     ends_at_step: int | None = None
-    """The script ends early there, and says that this is meant (early stopping)."""
+    """The script ends early at this step and reports this as intended (early stopping)."""
     silent: bool = False
-    """It never reports anything: a plain script whose output says nothing."""
+    """The training never reports anything: a plain script whose output shows no progress."""
 
     def __post_init__(self) -> None:
         if not self.speed > 0:
@@ -58,14 +58,14 @@ class SimulatedTraining:
                 raise ValueError(f"steps_per_s={dict(self.steps_per_s or {})} needs positive speeds by workers")
 
     def behaviour(self, scaling_curve: Mapping[int, float] | None, *, failed_before: int = 0) -> FakeBehaviour:
-        """The modelled workers of this training; ``scaling_curve`` is what the operator said, if it did."""
+        """Return the behaviour of this training's workers; ``scaling_curve`` is that of the operator, if any."""
         curve = self.steps_per_s or scaling_curve or DEFAULT_CURVE
         fails = self.failures is None or failed_before < self.failures
         return FakeBehaviour(
             steps_per_s={size: speed * self.speed for size, speed in curve.items()},
             startup_s=self.startup_s,
             save_s=1.0,
-            report_interval_s=math.inf,  # it is asked at each look
+            report_interval_s=math.inf,  # progress is requested at each observation
             reports_a_jump=1,
             tail_s=self.tail_s,
             samples=self.samples,

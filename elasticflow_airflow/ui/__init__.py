@@ -1,4 +1,4 @@
-"""The pages in Airflow's UI: a FastAPI application of the api-server, and the files that the browser gets.
+"""The pages in Airflow's UI: a FastAPI application in the api-server, and the files for the browser.
 
-May know FastAPI, Airflow's authorization and the client of the service; no torch, and nothing of the service's insides.
+May import FastAPI, Airflow's authorization and the client of the service, but neither torch nor the service itself.
 """

@@ -1,10 +1,10 @@
 """The page's FastAPI application, mounted by the plugin in Airflow's api-server. Imported there only.
 
-Airflow mounts plugin applications without any protection, so each route here names the access that it needs. Routes
-about one job carry its DAG in the path, where Airflow's own check looks for it, and the job must belong to that DAG.
+Airflow mounts plugin applications without any access control, so each route here declares the access that it requires.
+Routes for one job have its DAG in the path, where Airflow's own check expects it, and the job must belong to that DAG.
 """
 
-# No `from __future__ import annotations`: FastAPI would take the dependencies for query parameters.
+# No `from __future__ import annotations`: FastAPI would treat the dependencies as query parameters.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +65,7 @@ _ours = Depends(refuse_foreign_pages)
 
 
 class CancelRequest(BaseModel):
-    """Cancel the job as the page saw it: a newer claim makes it stale."""
+    """Cancel the job as the page last saw it: with a newer claim the request is stale."""
 
     claim: int
 
@@ -77,12 +77,12 @@ class JobList(BaseModel):
     jobs: list[JobStatus]
     why: dict[str, str]
     latest: dict[str, float]
-    """By job id, when it will have finished with 95 %, where that can be said."""
+    """By job id, the time by which the job will have finished with 95 % probability, if it can be estimated."""
     may_edit: list[str]
 
 
 def build_app(source: Source, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
-    """The application; ``source`` asks the service. Airflow runs ``lifespan`` with its own."""
+    """Build the application; ``source`` calls the service. Airflow runs ``lifespan`` within its own."""
     app = FastAPI(title="ElasticFlow", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_middleware(HeadersGuard)
     _add_errors(app)
@@ -107,7 +107,7 @@ def _editable(user: Any) -> list[str]:
 
 
 def _sight(source: Source, user: Any) -> VisibilityFilter:
-    """What the user may see, and how sentences may call the jobs of now and of late."""
+    """Return the filter for a user, with the names of live and recent jobs."""
     readable = _readable(user)
     sight = VisibilityFilter(namespace=source.namespace, readable=readable, hidden_dags=_known_dags() - readable)
     recent = source.share(calls.list_jobs(None, None, None, _RECENT), _HISTORY_S)
@@ -115,7 +115,7 @@ def _sight(source: Source, user: Any) -> VisibilityFilter:
 
 
 def _status(source: Source, dag_id: str, job_id: str) -> JobStatus:
-    """The job, if it is one of this DAG: else the check of the path's DAG would say nothing about it."""
+    """Return the job if it belongs to this DAG, since only the path's DAG was authorized. Raises JobNotFound."""
     status = source.ask(calls.status(job_id))
     if status.identity.dag_id != dag_id or status.identity.namespace != source.namespace:
         raise JobNotFound(f"DAG {dag_id!r} has no job {job_id!r}", "look at the list of jobs", "job_not_found")
@@ -123,7 +123,7 @@ def _status(source: Source, dag_id: str, job_id: str) -> JobStatus:
 
 
 def _events(source: Source, job_id: str, after: int = 0) -> list[Event]:
-    """All events of a job after one, as many as a page can take."""
+    """Return the events of a job after an event id, up to the maximum for a page."""
     found: list[Event] = []
     while len(found) < _EVENTS_AT_MOST:
         piece = source.ask(calls.events(job_id, after, _EVENT_PAGE))
@@ -182,7 +182,7 @@ def _file(path: str, request: Request) -> Response:
     found = asset(path)
     if found is None:
         raise HTTPException(404, f"there is no file {path!r}")
-    # The library's address names its version; our own files are asked for anew, and mostly not sent again.
+    # The library's URL contains its version. Our own files are revalidated each time, and mostly not sent again.
     lasting = path == CHART_LIBRARY and request.query_params.get("v") == chart_library_version()
     headers = {
         "Cache-Control": "private, max-age=31536000, immutable" if lasting else "private, no-cache",
@@ -280,21 +280,21 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
 def _newest_seen(
     sight: VisibilityFilter, dag_id: str | None, limit: int, newest: Callable[[Sequence[str] | None], list[JobStatus]]
 ) -> list[JobStatus]:
-    """The newest jobs that may be seen. ``newest`` asks for those of some DAGs, at most ``limit``; None: of all."""
+    """Return the newest visible jobs. ``newest`` requests at most ``limit`` jobs of some DAGs; None: of all DAGs."""
     if dag_id is not None and dag_id not in sight.readable:
         return []
     found = newest(None if dag_id is None else [dag_id])
     seen = [job for job in found if sight.sees(job.identity)]
     if len(seen) == len(found) or len(found) < limit:
         return seen
-    # What may not be seen stands before what may: the service is asked for the user's own DAGs.
+    # Hidden jobs fill the page, so request the jobs of the DAGs that the user may read.
     found = [job for dag_ids in _portions(sorted(sight.readable)) for job in newest(dag_ids)]
     found.sort(key=lambda job: (-job.submitted_at, job.job_id))
     return [job for job in found if sight.sees(job.identity)][:limit]
 
 
 def _portions(dag_ids: list[str]) -> Iterator[list[str]]:
-    """DAGs in portions, each of which fits into an address that proxies let pass."""
+    """Yield the DAGs in portions, each short enough for a URL that proxies accept."""
     portion: list[str] = []
     length = 0
     for dag_id in dag_ids:
@@ -309,7 +309,7 @@ def _portions(dag_ids: list[str]) -> Iterator[list[str]]:
 
 
 def _latest(source: Source, jobs: list[JobStatus]) -> dict[str, float]:
-    """When the running ones among the jobs end at the latest; of many, those that are due first."""
+    """Return when running jobs end at the latest, by job id; of many jobs, only those that are due first."""
     running = [job for job in jobs if job.workers and job.projected_finish_at is not None]
     running.sort(key=lambda job: job.deadline_at or float("inf"))
     found: dict[str, float] = {}
@@ -317,7 +317,7 @@ def _latest(source: Source, jobs: list[JobStatus]) -> dict[str, float]:
         try:
             story = source.share(calls.story(job.job_id), _LATEST_S)
         except JobNotFound:
-            continue  # it went while we looked
+            continue  # the job was removed meanwhile
         if (at := latest_finish_at(story, time.time())) is not None:
             found[job.job_id] = at
     return found

@@ -1,4 +1,4 @@
-"""The files that the browser gets: ours, and the charting library out of the ``plotly`` package. Read once, kept."""
+"""The files for the browser: ours, and the charting library from the ``plotly`` package. Read once, then cached."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file: its bytes, packed too, and a tag that changes with them."""
+    """One file: its content, plain and compressed, and an ETag of it."""
 
     content: bytes
     packed: bytes
@@ -31,7 +31,7 @@ class Asset:
 
 @lru_cache(maxsize=64)
 def asset(path: str) -> Asset | None:
-    """The file of that name, or None. Only files that ship with the package can be named."""
+    """Return the file of that name, or None. Only files that ship with the package are available."""
     if path == CHART_LIBRARY:
         return _made((files("plotly") / "package_data" / "plotly.min.js").read_bytes(), ".js")
     if path not in _ours():
@@ -41,7 +41,7 @@ def asset(path: str) -> Asset | None:
 
 
 def chart_library_version() -> str:
-    """Part of the library's address, so that browsers keep it until it changes."""
+    """Return the version for the library's URL, so that browsers cache the library until it changes."""
     return version("plotly")
 
 

@@ -1,4 +1,4 @@
-"""What guards the browser: headers on every answer, and no changes from other sites' pages."""
+"""Protection of the browser: security headers on every response, and no changes from other sites' pages."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:;"
     " connect-src 'self'; frame-ancestors 'self'; base-uri 'none'; form-action 'none'"
 )
-"""Everything from this Airflow only. Inline styles: the charting library sets them."""
+"""Allows content from this Airflow only. Inline styles are allowed because the charting library sets them."""
 
 
 class HeadersGuard:
-    """Says to browsers what this page may do, and that answers about jobs are not to be kept."""
+    """Adds headers that restrict what the page may do, and that keep browsers from caching responses on jobs."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Add the headers to an answer."""
+        """Add the headers to a response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -38,6 +38,6 @@ class HeadersGuard:
 
 
 def refuse_foreign_pages(request: Request) -> None:
-    """Refuse a change that another site's page asked for: Airflow's cookie may travel with it (CSRF)."""
+    """Refuse a change requested by another site's page, since the browser may send Airflow's cookie with it (CSRF)."""
     if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
         raise HTTPException(403, "changes are taken from this Airflow's own pages only")

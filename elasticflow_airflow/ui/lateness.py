@@ -1,4 +1,4 @@
-"""When a job ends at the latest, by how its speed has varied. Pure arithmetic on a job's story."""
+"""Estimates when a job ends at the latest, from the variation of its speed. Pure arithmetic on a job's story."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from statistics import fmean
 from elasticflow_airflow.api.insight import JobStory
 
 _ENOUGH = 20
-"""Fewer measurements say nothing about their tail."""
+"""Fewer measurements do not allow an estimate of the tail."""
 _TAIL = 0.05
 
 
 def latest_finish_at(story: JobStory, now: float) -> float | None:
-    """When the work that is left would be done at a speed that 95 % of the measurements exceeded, in UTC s.
+    """Return when the remaining work would be done at the speed that 95 % of the measurements exceeded, in UTC s.
 
-    Measurements with the workers that the job has now; the projection stands on their mean. None: it has ended, nothing
-    is projected, or there are too few of them.
+    Uses measurements with the job's current number of workers; the projection is based on their mean. None if the job
+    has ended, nothing is projected, or there are too few measurements.
     """
     status = story.status
     if status.state.terminal or status.projected_finish_at is None or status.projected_finish_at <= now:

@@ -1,4 +1,4 @@
-"""Makes the plugin's application of Airflow's connection and configuration. Imported in the api-server only."""
+"""Builds the plugin's application from Airflow's connection and configuration. Imported in the api-server only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from elasticflow_airflow.ui.source import Address, Source
 
 
 def airflow_app() -> FastAPI:
-    """The page, asking the service of the connection ``[elasticflow] page_conn_id``; it reports owners as it lives."""
+    """Return the application for the service of connection ``[elasticflow] page_conn_id``; it also reports owners."""
     return build_app(Source(_look_up), lifespan=watching)
 
 
 def _look_up() -> Address:
     hook = ElasticFlowHook(conf.get("elasticflow", "page_conn_id", fallback=ElasticFlowHook.default_conn_name))
-    return Address(hook.endpoint(start=False), hook.namespace)  # looking never starts a service
+    return Address(hook.endpoint(start=False), hook.namespace)  # the page never starts a service

@@ -1,8 +1,8 @@
-"""Asks the service on behalf of the page: by Airflow's connection, whose token stays on this side.
+"""Calls the service on behalf of the page, through Airflow's connection, whose token never reaches the browser.
 
-Many browsers poll the same few answers, so an answer may be shared for a moment; what each user may see of it is
-decided elsewhere (``visibility``). The threads that wait here are Airflow's, and a service that hangs must not take
-them all: only a few questions are under way at once, the others are told so. Knows nothing of users.
+Many browsers poll the same few resources, so a response may be shared for a short time; ``visibility`` decides what
+each user may see of it. The threads that wait here are Airflow's, and a hanging service must not block them all: only a
+few requests run at once, and further ones fail. Knows nothing about users.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from elasticflow_airflow.client.errors import IncompatibleService, ServiceUnavai
 T = TypeVar("T")
 
 _LOOKUP_S = 20.0
-"""How long a looked-up connection is used: a changed one takes effect within this time."""
+"""How long a connection is cached, in seconds; a changed one takes effect within this time."""
 _CONNECT_S, _TIMEOUT_S = 3.0, 20.0
 _AT_ONCE = 8
 _QUEUE_S = 2.0
 _AWAY_S = 2.0
-"""So long nobody is sent to a service that did not answer somebody else."""
+"""How long, in seconds, further calls fail at once after the service did not answer one."""
 _SHARED_AT_MOST = 200
 
 
 class NotStarted(ServiceUnavailable):
-    """Without a connection the embedded service is meant, and none runs on this machine."""
+    """There is no connection, so the embedded service is used, but none runs on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the service is, and which namespace is this Airflow's."""
+    """The address of the service, and the namespace of this Airflow."""
 
     endpoint: Endpoint
     namespace: str
@@ -53,9 +53,9 @@ class _Shared:
 
 
 class Source:
-    """Runs calls against the service of a connection. Safe for several threads.
+    """Runs calls against the service of a connection. Thread-safe.
 
-    ``look_up`` finds the address and is asked again every 20 s. Raises the errors of ``client.errors``.
+    ``look_up`` returns the address and is called again every 20 s. Raises the errors of ``client.errors``.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Source:
 
     @property
     def namespace(self) -> str:
-        """Which namespace's jobs are this Airflow's."""
+        """The namespace of this Airflow's jobs."""
         return self._connect()[0].namespace
 
     def ask(self, call: Call[T]) -> T:
-        """Run a call once; nothing is tried again: the page asks again by itself."""
+        """Run a call once, without retries: the page polls again by itself."""
         address, http = self._connect()
         limit_s = max(_TIMEOUT_S, call.timeout_s or 0.0)
         if not self._room.acquire(timeout=_QUEUE_S):
@@ -106,15 +106,15 @@ class Source:
         return read_answer(call, response, address.endpoint)
 
     def share(self, call: Call[T], for_s: float) -> T:
-        """As ``ask``, but an answer not older than ``for_s`` that somebody else got will do."""
-        self._connect()  # A changed connection forgets what is shared.
+        """Like ``ask``, but may return a response to another caller that is not older than ``for_s`` seconds."""
+        self._connect()  # A changed connection clears the shared responses.
         key = (call.method, call.path, tuple(call.params.items()), call.body)
         with self._lock:
             if len(self._shared) > _SHARED_AT_MOST:
                 now = self._clock()
                 self._shared = {k: one for k, one in self._shared.items() if one.until > now}
             shared = self._shared.setdefault(key, _Shared())
-        if not shared.lock.acquire(timeout=_QUEUE_S + _CONNECT_S):  # One asks, the others wait for its answer.
+        if not shared.lock.acquire(timeout=_QUEUE_S + _CONNECT_S):  # One caller asks, the others wait for its response.
             raise _busy()
         try:
             if self._clock() >= shared.until:
@@ -131,7 +131,7 @@ class Source:
             shared.lock.release()
 
     def forget(self) -> None:
-        """Something was changed: shared answers are out of date."""
+        """Drop the shared responses, which are out of date after a change."""
         with self._lock:
             self._shared.clear()
 
@@ -142,7 +142,7 @@ class Source:
                 return self._address, self._http
             address = self._look_up()
             if self._http is None or address != self._address:
-                # The one before is not closed: other threads may be using it. It goes with its last user.
+                # Do not close the previous client: other threads may be using it. It is freed with its last user.
                 self._http = address.endpoint.open_client(_TIMEOUT_S, self._transport)
                 self._shared.clear()
             self._address, self._looked_up = address, now
@@ -154,7 +154,7 @@ def _busy() -> ServiceUnavailable:
 
 
 def _is_problem(response: httpx.Response) -> bool:
-    """Whether the service itself says that something is missing, rather than that it has no such route."""
+    """Whether the service itself reports that something is missing, rather than having no such route."""
     try:
         body = response.json()
     except ValueError:

@@ -1,6 +1,7 @@
-"""A job's story in the Trace Event Format, which Perfetto and chrome://tracing open. Pure: values in, a dict out.
+"""Converts a job's story to the Trace Event Format of Perfetto and chrome://tracing. Pure: values in, a dict out.
 
-Times there are microseconds; here from the job's submission. One row per slot that its workers held, one for decisions.
+Times in the trace are microseconds since the job's submission. It has one row for each slot that the job's workers
+held, and one for decisions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _FIRST_SLOT = 10
 
 
 def chrome_trace(story: JobStory, events: list[Event], now: float) -> dict[str, Any]:
-    """Generations, pauses, decisions, checkpoints and the measured course of one incarnation."""
+    """Return a trace of the generations, pauses, decisions, checkpoints and samples of one incarnation."""
     status = story.status
     zero = status.submitted_at
     name = f"{status.identity.dag_id}.{status.identity.task_id}"

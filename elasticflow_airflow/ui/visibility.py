@@ -1,7 +1,8 @@
-"""What one user may see of the service's answers. Pure: knows neither Airflow nor HTTP.
+"""Filters the service's responses to what one user may see. Pure: knows neither Airflow nor HTTP.
 
-A service may serve several Airflows (namespaces), and a user may read only some DAGs. Jobs of other DAGs are left out
-of lists; where they hold slots they stay as anonymous blocks: a picture of the cluster without them would be wrong.
+A service may serve several Airflows (namespaces), and a user may be allowed to read only some DAGs. Jobs of other DAGs
+are left out of lists. Where they hold slots they remain as anonymous blocks, as the view of the cluster would otherwise
+be wrong.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _JOB_ID = re.compile(r"(?<![\w-])[a-z0-9][a-z0-9-]*-[0-9a-f]{16}(?![\w-])")
 
 @dataclass(frozen=True, slots=True)
 class VisibilityFilter:
-    """The DAGs that a user may read, of this Airflow's namespace.
+    """A filter by the DAGs that a user may read, in this Airflow's namespace.
 
-    ``names``: how to call jobs, by their ids. ``hidden_dags`` and ``hidden_tasks`` are those that no sentence may name.
+    ``names`` maps job ids to display names. ``hidden_dags`` and ``hidden_tasks`` must not appear in any sentence.
     """
 
     namespace: str
@@ -44,11 +45,11 @@ class VisibilityFilter:
     hidden_tasks: frozenset[str] = frozenset()
 
     def sees(self, identity: JobIdentity) -> bool:
-        """Whether this job may be shown at all."""
+        """Whether this job may be shown."""
         return identity.namespace == self.namespace and identity.dag_id in self.readable
 
     def knowing(self, jobs: Iterable[JobStatus]) -> VisibilityFilter:
-        """Know the names of those of the jobs that may be shown, and of those that may not."""
+        """Return a filter that also knows the names of these jobs, visible and hidden ones."""
         names, hidden = dict(self.names), set(self.hidden_tasks)
         for job in jobs:
             name = f"{job.identity.dag_id}.{job.identity.task_id}"
@@ -59,35 +60,35 @@ class VisibilityFilter:
         return replace(self, names=names, hidden_tasks=frozenset(hidden - set(names.values())))
 
     def text(self, text: str) -> str:
-        """A sentence for this user. Reasons name other jobs by id, people may write dag.task: both get no name here.
+        """Return a text for this user. Hidden names are replaced: job ids in reasons, and dag.task as people write it.
 
-        Sentences of the service that name tasks say where, see ``sentence``.
+        Sentences of the service that name tasks come with the positions of the names; see ``sentence``.
         """
         named = _JOB_ID.sub(lambda found: self.names.get(found.group(), SOMEBODY), text)
         return _TASK.sub(lambda found: SOMEBODY if self._hides(found.group()) else found.group(), named)
 
     def sentence(self, text: str, named: Sequence[NamedTask]) -> str:
-        """A sentence with the names of those tasks only that the user may read; ``named`` says where the names are."""
+        """Return a sentence without the names of tasks that the user may not read; ``named`` has the positions."""
         for one in sorted(named, key=lambda one: -one.at):
             if not self._mine(one):
                 text = text[: one.at] + SOMEBODY + text[one.at + one.length :]
         return text
 
     def problems(self, problems: list[str]) -> list[str]:
-        """What is wrong with the service, or with single jobs. An error's text may name anything that is hidden."""
+        """Filter the problems of the service and of single jobs. The text of an error may name anything hidden."""
         if not (self.hidden_dags or self.hidden_tasks):
             return problems
         return list(dict.fromkeys(map(self._problem, problems)))
 
     def _problem(self, problem: str) -> str:
-        """What begins with the id of a job is of that job."""
+        """Filter one problem; if it begins with a job id, it belongs to that job."""
         job = _JOB_ID.match(problem)
         if job is None:
             return _WRONG
         return self.text(problem) if job.group() in self.names else _ASIDE
 
     def plain(self, value: Any) -> Any:
-        """A JSON value with its sentences for this user; ids that are fields of their own stay."""
+        """Return a JSON value with its texts filtered for this user; ids in separate fields are unchanged."""
         if isinstance(value, str):
             return self.text(value) if " " in value else value
         if isinstance(value, list):
@@ -97,7 +98,7 @@ class VisibilityFilter:
         return value
 
     def cluster(self, now: ClusterNow) -> ClusterNow:
-        """The cluster with the jobs that may be seen; slots of the others are just taken."""
+        """Return the cluster with visible jobs only; slots of hidden jobs are shown as busy."""
         seen = [job for job in now.jobs if self.sees(job.identity)]
         ids = {job.job_id for job in seen}
         slots = [self._slot(slot, ids) for slot in now.slots]
@@ -105,11 +106,11 @@ class VisibilityFilter:
         return now.model_copy(update={"jobs": seen, "slots": slots, "why": why, "why_names": {}})
 
     def story(self, story: JobStory) -> JobStory:
-        """The story of a job that may be seen."""
+        """Return the filtered story of a visible job."""
         return story.model_copy(update={"why": self.sentence(story.why, story.why_names), "why_names": []})
 
     def history(self, history: ClusterHistory) -> ClusterHistory:
-        """What was and is planned, with hidden jobs as blocks without a name."""
+        """Return past and planned allocations, with hidden jobs as anonymous blocks."""
         return history.model_copy(
             update={
                 "spans": [self._span(span) for span in history.spans],
@@ -120,7 +121,7 @@ class VisibilityFilter:
         )
 
     def forecast(self, answer: ForecastAnswer) -> ForecastAnswer:
-        """The outlook of what may be seen, counted anew."""
+        """Return the forecast of visible items, with recomputed counts."""
         items = [item for item in answer.items if self._foresees(item)]
         if len(items) == len(answer.items):
             return answer
@@ -130,7 +131,7 @@ class VisibilityFilter:
         return answer.model_copy(update={"items": items, "kept": kept, "not_kept": lost, "summary": summary})
 
     def what_if(self, answer: WhatIf) -> WhatIf:
-        """Both outlooks of what may be seen. Verdicts are only on jobs that were asked for."""
+        """Return both forecasts for visible items. Verdicts concern only jobs of the request."""
         return answer.model_copy(update={"before": self.forecast(answer.before), "after": self.forecast(answer.after)})
 
     def _hides(self, token: str) -> bool:
@@ -145,7 +146,7 @@ class VisibilityFilter:
 
     @staticmethod
     def _slot(slot: SlotStatus, seen: set[str]) -> SlotStatus:
-        if slot.busy is not None:  # Whose, and where that one's state lies, is nobody's business here.
+        if slot.busy is not None:  # Hide the other service's owner and its state directory.
             return slot.model_copy(update={"job_id": None, "busy": "another service"})
         if slot.job_id is not None and slot.job_id not in seen:
             return slot.model_copy(update={"job_id": None, "busy": SOMEBODY})

@@ -1,1 +1,1 @@
-"""How a task waits for its job, in a worker or in the triggerer: progress, outages, kills and leases."""
+"""How a task waits for its job in a worker or in the triggerer: progress, outages, kills and leases."""

@@ -1,8 +1,8 @@
-"""Cancels the job of a deferred task that was killed, whatever becomes of its trigger meanwhile.
+"""Cancels the job of a deferred task that was killed, even if its trigger ends meanwhile.
 
-Airflow's triggerer cancels a trigger that nobody waits for again each second, until it has ended: ``on_kill()`` has
-that long. So the cancel goes on in a task of its own, which nobody cancels but a triggerer that leaves. What it leaves
-behind, the report of owners ends (``owner_report``), and last of all the lease.
+Airflow's triggerer cancels an abandoned trigger again each second until it has ended, so ``on_kill()`` has only that
+long. The cancellation therefore runs in its own asyncio task, which only a triggerer shutdown cancels. In that case the
+report of owners (``owner_report``) ends the job, or finally the expiry of its lease.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from elasticflow_airflow.waiting.retrying_client import RetryingClient
 from elasticflow_airflow.waiting.task_states import state_of
 
 _KILLED = "user-action"
-"""What Airflow's triggerer says to a trigger that nobody waits for any more."""
+"""The cancel message that Airflow's triggerer passes to a trigger that is no longer needed."""
 _REASON = "the deferred Airflow task was killed"
 _PAUSE_S = 1.0
 
 _under_way: set[asyncio.Task[None]] = set()
-"""An event loop keeps no task alive."""
+"""Strong references, because an event loop does not keep tasks alive."""
 
 
 def go_on(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Do something that outlasts the caller."""
+    """Run a coroutine in a task that outlives the caller."""
     task = asyncio.get_running_loop().create_task(work)
     _under_way.add(task)
     task.add_done_callback(_under_way.discard)
@@ -36,17 +36,17 @@ def go_on(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 def under_way() -> frozenset[asyncio.Task[None]]:
-    """What goes on by itself in this process."""
+    """Return the tasks of ``go_on`` that are still running in this process."""
     return frozenset(_under_way)
 
 
 def is_kill(cancelled: asyncio.CancelledError) -> bool:
-    """Whether Airflow takes the trigger away because nobody waits for it; its process goes on."""
+    """Whether Airflow cancels the trigger because it is no longer needed, while the triggerer keeps running."""
     return _KILLED in cancelled.args
 
 
 async def cancel_job(service: RetryingClient, job_id: str, claim: int, task_instance: Any, log: Any) -> None:
-    """Cancel a job, and try again while the service is away; close the client. Says in the log what came of it."""
+    """Cancel a job, retrying while the service is unavailable; log the result and close the client."""
     try:
         if await _waits_elsewhere(task_instance, log):
             log.info("job %s is not cancelled: its task waits in another triggerer", job_id)
@@ -74,14 +74,15 @@ async def cancel_job(service: RetryingClient, job_id: str, claim: int, task_inst
 
 
 async def _waits_elsewhere(task_instance: Any, log: Any) -> bool:
-    """Whether the task is still deferred: another triggerer has taken it over, as this one was not heard for a while.
+    """Whether the task is still deferred, in another triggerer that took it over because this one missed heartbeats.
 
-    Airflow then takes the trigger away here as if somebody had ended the task. Where it cannot be asked, somebody did.
+    Airflow then cancels the trigger here as if a user had ended the task. If Airflow cannot be asked, assume the
+    latter.
     """
     if task_instance is None:
         return False
     try:
         return await state_of(task_instance) == "deferred"
-    except Exception as error:  # noqa: BLE001 - whatever the line to the supervisor raises; the job is cancelled then
+    except Exception as error:  # noqa: BLE001 - whatever the connection to the supervisor raises; the job is cancelled
         log.warning("Airflow could not be asked for the task's state (%s: %s)", type(error).__name__, error)
         return False

@@ -1,9 +1,9 @@
-"""Keeps the jobs of a ``dag.test()`` alive while that process lives, and ends them with it.
+"""Keeps the jobs of a ``dag.test()`` alive while that process lives, and cancels them when it exits.
 
-Under ``dag.test()`` one task runs at a time and the pokes of a waiting one may be minutes apart, while its lease is
-short so that a killed test leaves nothing behind. So a background thread renews the leases of this process's jobs,
-and at its exit, Ctrl-C included, those that have not ended are cancelled. Production has no use for it: there the
-triggerer renews, and a process that ends must not end the job.
+Under ``dag.test()`` one task runs at a time and the pokes of a waiting task may be minutes apart, while its lease is
+short so that a killed test leaves nothing behind. So a background thread renews the leases of this process's jobs, and
+at exit, including Ctrl-C, jobs that have not ended are cancelled. Not used in production: there the triggerer renews
+leases, and a process that ends must not end the job.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LeasedJob:
     claim: int
 
     def cancel(self, reason: str, *, within_s: float = _CANCEL_WITHIN_S) -> str:
-        """Cancel the job, quickly; say what came of it. Never raises for a service that is away."""
+        """Cancel the job within ``within_s`` seconds; return the result as text, also if the service is unavailable."""
         try:
             with ElasticFlowClient(self.endpoint, retry_for_s=within_s / 2, timeout_s=within_s / 2) as client:
                 status = client.cancel(self.job_id, self.claim, reason)
@@ -52,13 +52,13 @@ class LeasedJob:
         except ServiceUnavailable as error:
             return f"job {self.job_id} could not be cancelled now ({error}); {ENDED_LATER}"
         finally:
-            lease_renewer().forget(self.job_id)  # renewing would keep alive what nobody wants
+            lease_renewer().forget(self.job_id)  # renewing its lease would keep an unwanted job alive
         if status.state.terminal and status.state is not State.CANCELLED:
             return f"job {self.job_id} is {status.state.value} already: nothing to cancel"
         return f"job {self.job_id}: cancelled at step {status.step} ({reason})"
 
     def acknowledge(self) -> str:
-        """Say that Airflow has recorded the success; say what came of it."""
+        """Confirm to the service that Airflow has recorded the success; return the result as text."""
         try:
             with ElasticFlowClient(self.endpoint, retry_for_s=30.0) as client:
                 client.acknowledge(self.job_id, self.claim, "the Airflow task succeeded")
@@ -89,19 +89,19 @@ class LeaseRenewer:
                 self._thread.start()
 
     def forget(self, job_id: str) -> None:
-        """The job has ended, or is no longer ours."""
+        """Stop renewing a job's lease, because it has ended or has another owner."""
         with self._lock:
             self._jobs.pop(job_id, None)
 
     def kept(self) -> list[LeasedJob]:
-        """Return the jobs that are kept."""
+        """Return the jobs whose leases are renewed."""
         with self._lock:
             return list(self._jobs.values())
 
     def interrupt(self, run_id: str) -> None:
-        """Note that Ctrl-C was pressed inside a task of this run, and cancel the jobs that are kept.
+        """Record that Ctrl-C was pressed inside a task of this run, and cancel all kept jobs.
 
-        Airflow takes Ctrl-C for that task's failure and goes on: the run's other tasks must hear of it here.
+        Airflow treats Ctrl-C as a failure of that task and continues, so the run's other tasks learn of it here.
         """
         self._interrupted.add(run_id)
         self.cancel_all("Ctrl-C in dag.test()")
@@ -111,12 +111,12 @@ class LeaseRenewer:
         return run_id in self._interrupted
 
     def cancel_all(self, reason: str) -> None:
-        """Cancel every job that is kept."""
+        """Cancel all kept jobs."""
         for job in self.kept():
             log.warning("%s", job.cancel(reason))
 
     def close(self) -> None:
-        """Cancel what has not ended and stop the thread: this process leaves."""
+        """Cancel the jobs that have not ended and stop the thread; called at process exit."""
         self._wake.set()
         self.cancel_all("the process of dag.test() ended")
 

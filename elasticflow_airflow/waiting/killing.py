@@ -1,8 +1,8 @@
-"""What a kill of a running task means for its job: who wants the task dead, a user or only the machine it runs on.
+"""Decides what a kill of a running task means for its job: a user ended the task, or only the worker is shut down.
 
 Airflow sends the same SIGTERM when a user marks the task failed, clears it or deletes its run, and when a worker is
-shut down (a deploy, an eviction), which is nobody's wish to stop the training. So the task asks Airflow for its own
-state. Talks to Airflow through the supervisor of the task's process.
+shut down (a deploy, an eviction), which must not stop the training. So the task asks Airflow for its own state. Talks
+to Airflow through the supervisor of the task's process.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ KILL_WITHIN_S = 4.0
 """Airflow sends SIGKILL five seconds after SIGTERM."""
 
 _NOT_WANTED = frozenset({"failed", "success", "skipped", "upstream_failed", "removed", "restarting"})
-"""States that a user gave a task that runs; ``restarting``: it was cleared. In every other one an attempt is there or
-will come, and goes on with the job."""
+"""States that a user has set on a running task; ``restarting``: it was cleared. In any other state an attempt exists or
+will follow, and continues with the job."""
 
 
 class Kill:
-    """The kill of this process' task, if there was one: set from the signal handler, read by whoever waits."""
+    """The kill of this process's task, if there was one: set by the signal handler, read by the waiting code."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -41,12 +41,12 @@ class Kill:
         log: Any,
         execution_timeout: timedelta | None,
     ) -> None:
-        """Cancel the job unless only this worker is shut down. Where Airflow cannot be asked, the job is left alone.
+        """Cancel the job unless only this worker is shut down. If Airflow cannot be asked, leave the job alone.
 
-        It cannot when its API server is restarted: the supervisor ends a task whose heartbeat nobody takes.
+        That is so while Airflow's API server restarts: the supervisor ends a task whose heartbeats are not accepted.
 
-        Settled in a thread: this is called by a signal handler, and what it interrupted may hold the lock of the line
-        to Airflow.
+        The work is done in a thread: a signal handler calls this, and the code that it interrupted may hold the lock of
+        the connection to Airflow.
         """
         settled = self._settled = threading.Event()
         self.happened = True
@@ -69,10 +69,10 @@ class Kill:
         thread.join(KILL_WITHIN_S)
 
     def end(self, what: str, pause_s: float, log: Any) -> NoReturn:
-        """End this process' part: never as a success, and without spending a retry unless a user ended the task.
+        """End this process's execution: never as a success, and without using up a retry unless a user ended the task.
 
-        Who asks for another worker wakes no task that Airflow has recorded as ended. Raises AirflowRescheduleException,
-        ``pause_s`` from now, or AirflowException.
+        Asking for another worker does not wake a task that Airflow has recorded as ended. Raises
+        AirflowRescheduleException, for ``pause_s`` seconds from now, or AirflowException.
         """
         if self._settled is not None:
             self._settled.wait(KILL_WITHIN_S)
@@ -83,14 +83,14 @@ class Kill:
 
 
 def come_back(after_s: float) -> NoReturn:
-    """Give the worker slot back, and ask for another one after a while. No retry is spent on it."""
+    """Release the worker slot, and reschedule the task in ``after_s`` seconds. Does not use up a retry."""
     raise AirflowRescheduleException(pendulum.now("UTC").add(seconds=after_s))  # type: ignore[no-untyped-call]  # no types
 
 
 def still_wanted(task_instance: Any, log: Any) -> bool | None:
-    """Whether Airflow wants this task to run on, here or elsewhere; None when it cannot be asked.
+    """Whether Airflow wants this task to continue, here or elsewhere; None if Airflow cannot be asked.
 
-    Never raises: it is called while a process is killed, when its supervisor may be gone.
+    Never raises: it is called while the process is being killed, when its supervisor may be gone.
     """
     try:
         states = task_instance.get_task_states(
@@ -99,7 +99,7 @@ def still_wanted(task_instance: Any, log: Any) -> bool | None:
             run_ids=[task_instance.run_id],
             map_index=-1 if task_instance.map_index is None else task_instance.map_index,
         )
-    except Exception as error:  # noqa: BLE001 - whatever the broken line to the supervisor raises
+    except Exception as error:  # noqa: BLE001 - whatever the broken connection to the supervisor raises
         log.warning("Airflow could not be asked why this task is killed (%s: %s)", type(error).__name__, error)
         return None
     found = list(states.get(task_instance.run_id, {}).values())

@@ -1,7 +1,7 @@
-"""Decides whether a service that does not answer is waited for, and says so in the task's log.
+"""Decides whether to keep waiting for a service that does not answer, and logs it to the task's log.
 
-The one place for it: waiting tasks, pokes of sensors and triggers all ask here. One exchange is tried again for some
-seconds by the client before that. Knows no job.
+Waiting tasks, sensor pokes and triggers all use this module. Before that, the client retries a single request for some
+seconds. Knows nothing about jobs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from elasticflow_airflow.deadlines.clock import now_s
 from elasticflow_airflow.waiting.task_log import Logger
 
 MAY_PASS = (*PASSING, AirflowException)
-"""What an outage may look like. Airflow's own: the connection cannot be read now."""
+"""Errors that an outage may cause. AirflowException: the connection cannot be read at present."""
 
 
 class AwaySince(Protocol):
-    """Whatever keeps the moment since when the service has been away; None while it answers."""
+    """An object that stores since when the service has been unavailable; None while it answers."""
 
     away_since: float | None
 
 
 class Outage:
-    """Counts how long the service has been away, and gives up after ``limit_s`` seconds.
+    """Measures how long the service has been unavailable, and stops waiting after ``limit_s`` seconds.
 
-    ``kept`` keeps the moment: a task's memory, where each look may be a process of its own. ``clock`` is its clock.
+    ``kept`` stores the start of the outage; it is the task's memory if each poll may run in a process of its own.
+    ``clock`` is the clock of that time.
     """
 
     def __init__(self, kept: AwaySince, limit_s: float, log: Logger, clock: Callable[[], float] = now_s) -> None:
@@ -36,13 +37,13 @@ class Outage:
 
     @property
     def length_s(self) -> float:
-        """For how long the service has been away, in seconds."""
+        """For how long the service has been unavailable, in seconds."""
         return 0.0 if self._kept.away_since is None else self._clock() - self._kept.away_since
 
     def is_waited_out(self, error: Exception, then: str = "waiting for it to come back") -> bool:
-        """Whether to wait on after this error; the log then says the error and what happens next.
+        """Return whether to keep waiting after this error; if so, log the error and what happens next (``then``).
 
-        Not after an error that does not pass by itself, nor once the service has been away for too long.
+        False for an error that is not temporary, and once the service has been unavailable for too long.
         """
         self._kept.away_since = self._kept.away_since or self._clock()
         if not isinstance(error, MAY_PASS) or self.length_s > self._limit_s:
@@ -53,10 +54,10 @@ class Outage:
     def is_waited_out_at_start(
         self, error: Exception, *, is_dag_test: bool, then: str = "waiting for it to come back"
     ) -> bool:
-        """As ``is_waited_out``, where this attempt of a task has had no answer yet.
+        """Like ``is_waited_out``, for an attempt that has had no response from the service yet.
 
-        Something may be set up wrongly, which nobody should wait for: a service that cannot be started on this
-        machine, one that refuses us, and any under ``dag.test()``, whose user looks on.
+        The setup itself may be wrong, so this does not wait for a service that cannot be started on this machine, for
+        one that refuses this client, or for any under ``dag.test()``, where the user is watching.
         """
         is_away = isinstance(error, ServiceUnavailable) and not isinstance(error, EmbeddedStartError)
         return is_away and not is_dag_test and self.is_waited_out(error, then)

@@ -1,7 +1,7 @@
-"""What a task's log says about its job while it runs: a line now and then, and every decision with its reason.
+"""The lines in a task's log about its running job: periodic progress, and every decision with its reason.
 
-Pure: values in, lines out. The same for the worker, the pokes of ``dag.test()`` and the triggerer; what was said is
-remembered by the caller (``ProgressMark``), so that no line comes twice.
+Pure: values in, lines out. Used by the worker, the pokes of ``dag.test()`` and the triggerer. The caller keeps track of
+what was logged (``ProgressMark``), so that no line is repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elasticflow_airflow.times import duration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressMark:
-    """How much was said already: the last event, the last line's step and time (UTC seconds)."""
+    """What was already logged: the last event, and the step and time (UTC seconds) of the last progress line."""
 
     event_id: int = 0
     step: int = -1
@@ -33,10 +33,10 @@ def report(
     now: float,
     every_s: float,
 ) -> tuple[list[str], ProgressMark]:
-    """Return the lines to log now, and the mark to remember.
+    """Return the lines to log now, and the new mark.
 
-    Each event after the mark is said; the progress line at most every ``every_s`` seconds, and only when the job
-    moved on or ended.
+    Each event after the mark is logged. The progress line is logged at most every ``every_s`` seconds or at the end,
+    and only if the step has changed.
     """
     lines: list[str] = []
     for event in sorted(events, key=lambda e: e.event_id):
@@ -51,7 +51,7 @@ def report(
 
 
 def progress_line(status: JobStatus, timezone: tzinfo) -> str:
-    """Write one line: step, loss, workers, speed, projected finish in local time, and slack."""
+    """Format one line: step, loss, workers, speed, projected finish in ``timezone``, and slack."""
     total = f"/{status.total_steps}" if status.total_steps is not None else ""
     parts = [f"step {status.step}{total}"]
     if status.loss is not None:

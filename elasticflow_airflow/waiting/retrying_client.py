@@ -1,6 +1,6 @@
-"""Asks the service from the triggerer for as long as a wait lasts, whatever comes in between. Knows no job.
+"""A client for the triggerer that keeps retrying for as long as a wait lasts. Knows nothing about jobs.
 
-A trigger that raises fails its task, and spends one of its retries.
+It must not raise on a temporary error: a trigger that raises fails its task, and uses up one of its retries.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _RETRY_FOR_S = 30.0
 
 @dataclass(slots=True)
 class _LastAnswer:
-    """The triggerer asks every few seconds: an outage counts from the last answer."""
+    """Time of the last response. The triggerer polls every few seconds, so an outage counts from the last response."""
 
     away_since: float | None
 
 
 class RetryingClient:
-    """A client that outlasts what may pass: a restart, a token that changes, a connection that cannot be read now.
+    """A client that tolerates temporary errors: a restart, a token change, a connection that cannot be read at present.
 
-    ``state_dir`` as of ``ElasticFlowHook.triggerer_client``; ``service_away_s``: for how long, in seconds.
+    ``state_dir`` is that of ``ElasticFlowHook.triggerer_client``; ``service_away_s`` is how long an outage may last, in
+    seconds.
     """
 
     def __init__(self, elasticflow_conn_id: str, state_dir: str | None, service_away_s: float, log: Logger) -> None:
@@ -51,13 +52,14 @@ class RetryingClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the client; a question opens another."""
+        """Close the client; the next request opens a new one."""
         await self._drop()
 
     async def ask(self, question: Callable[[AsyncElasticFlowClient], Awaitable[T]]) -> T | None:
-        """Ask once; None while the service is away. Raises ServiceAway once it is for too long, or ServiceRefused.
+        """Run a request; return None while the service is unavailable.
 
-        Raises what else the question raises.
+        Raises ServiceAway or ServiceRefused once the outage lasts too long, and any other error that ``question``
+        raises.
         """
         try:
             if self._client is None:

@@ -1,9 +1,9 @@
-"""Whether Airflow's scheduler has gone round since a moment, as its health page tells: asked from a triggerer.
+"""Waits in the triggerer until Airflow's scheduler has completed a loop iteration, by its heartbeat in the health page.
 
-Airflow fails a task that goes on before its scheduler has read the executor's report of the first half ("state
-mismatch"). The scheduler reads reports in each round of its loop and notes its heartbeat after that: once two different
-heartbeats were seen after the worker had left, the report has been read. With several schedulers that need not be the
-one that had to. Where Airflow cannot be asked, nobody waits.
+Airflow fails a task that resumes before its scheduler has read the executor's report of the first part ("state
+mismatch"). The scheduler reads reports in each iteration of its loop and updates its heartbeat after that: once two
+different heartbeats were seen after the worker exited, the report has been read. With several schedulers, that need not
+be the scheduler in question. If Airflow cannot be asked, there is no wait.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 
 _PATH = "/api/v2/monitor/health"
 _WORKER_LEAVES_S = 2.0
-"""So long after a task was deferred its worker may take to be gone."""
+"""How long a worker may take to exit after its task was deferred."""
 _LOOK_EVERY_S = 2.0
 _LIMIT_S = 60.0
-"""No longer than this: a scheduler that is away so long reads the report before it does anything else."""
+"""Maximum wait: a scheduler that was stalled for longer reads the report before it does anything else."""
 _ANSWER_WITHIN_S = 5.0
 
 
 class SchedulerRounds:
-    """Looks at the heartbeat of Airflow's scheduler, at most every two seconds for all who want to know it."""
+    """Polls the heartbeat of Airflow's scheduler, at most every two seconds for all callers together."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -40,7 +40,10 @@ class SchedulerRounds:
         self._heartbeat_at: float | None = None
 
     async def wait(self, since_at: float) -> None:
-        """Wait until it has gone round since a moment (UTC seconds), a minute is over, or nobody can tell."""
+        """Wait until the scheduler has completed an iteration since ``since_at`` (UTC seconds).
+
+        Returns early after a minute, or if the heartbeat is not available.
+        """
         end_s, first = time.monotonic() + _LIMIT_S, None
         while time.monotonic() < end_s:
             heartbeat_at = await self._look()
@@ -53,7 +56,7 @@ class SchedulerRounds:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _look(self) -> float | None:
-        """When the scheduler noted its heartbeat last (UTC seconds); None: nobody can tell."""
+        """Return the scheduler's last heartbeat (UTC seconds); None if it is not available."""
         async with self._asking:
             if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
                 self._heartbeat_at = await self._ask()
@@ -76,12 +79,12 @@ _rounds: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, SchedulerRounds] =
 
 
 def scheduler_rounds() -> SchedulerRounds:
-    """Return those of the running loop."""
+    """Return the instance of the running event loop."""
     return _rounds.setdefault(asyncio.get_running_loop(), SchedulerRounds(health_url()))
 
 
 def health_url() -> str:
-    """Where Airflow's API server tells its health, found as Airflow's workers find it."""
+    """Return the URL of the API server's health page, derived as Airflow's workers derive the server's address."""
     base = str(conf.get("api", "base_url", fallback="") or "/")
     if base.startswith("/"):
         base = f"http://localhost:8080{base}"
@@ -91,7 +94,7 @@ def health_url() -> str:
 
 @asynccontextmanager
 async def held_back(at_least_s: float) -> AsyncIterator[None]:
-    """Make what is done inside take so many seconds at least, and until the scheduler has gone round. 0: neither."""
+    """Make the context last at least ``at_least_s`` seconds, and until a scheduler iteration ends. 0: no delay."""
     if not at_least_s:
         yield
         return

@@ -1,6 +1,6 @@
-"""When a sensor of somebody else's job is content: one question, asked in workers and in the triggerer alike.
+"""Decides whether a job meets a sensor's condition, for workers and for the triggerer.
 
-Looks only: it takes no claim and renews no lease, so that a sensor can neither keep a job alive nor end it. Pure.
+Read-only: takes no claim and renews no lease, so that a sensor can neither keep a job alive nor end it. Pure.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ AT_RISK: Final = "at_risk"
 UNTIL: Final = (SUCCEEDED, ENDED, CHECKPOINT, AT_RISK)
 
 LATEST: Final = "latest"
-"""Value of ``external_run_id`` that means whichever run submitted last."""
+"""Value of ``external_run_id`` that selects the run that submitted last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a look came to: ``waiting``, ``there``, ``failed`` (an end that was not waited for) or ``over``.
+    """The outcome of a poll: ``waiting``, ``there``, ``failed`` (an end other than the awaited one) or ``over``.
 
-    ``over`` means that it can no longer come, without that anything went wrong: a job that ended without ever being at
-    risk, say. ``why`` says it for the log.
+    ``over`` means that the condition can no longer be met although nothing went wrong: for example, the job ended
+    without ever being at risk. ``why`` is the reason for the log.
     """
 
     outcome: str
@@ -35,12 +35,12 @@ class Seen:
 
 
 def asks_for_events(until: str) -> bool:
-    """Whether the answer also depends on the job's events."""
+    """Whether the condition also depends on the job's events."""
     return until == CHECKPOINT
 
 
 def judge(until: str, status: JobStatus | None, events: Sequence[Event] = ()) -> Seen:
-    """Say what a look at the job means. ``status`` is None as long as the job does not exist."""
+    """Return the outcome for a job's status and events. ``status`` is None as long as the job does not exist."""
     if status is None:
         return Seen(outcome="waiting", why="the job is not there yet")
     said = f"job {status.job_id} is {status.state.value}"

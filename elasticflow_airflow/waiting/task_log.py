@@ -1,4 +1,4 @@
-"""Writes what happens to a job to its task's log: the same whether a worker or the triggerer waits for it."""
+"""Writes a job's events and progress to its task's log, in the same way in a worker and in the triggerer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from elasticflow_airflow.deadlines.clock import now_s
 from elasticflow_airflow.waiting.progress import ProgressMark, report
 
 WORKER_LINE_EVERY_S, TRIGGER_LINE_EVERY_S = 15.0, 60.0
-"""How often a line of progress is written: a triggerer waits for many jobs at once."""
+"""Interval of progress lines, in seconds; longer in the triggerer, which waits for many jobs at once."""
 
 
 class Logger(Protocol):
-    """The part of a task's logger that is used (Airflow's is no logging.Logger)."""
+    """The methods of a task's logger that are used (Airflow's logger is not a logging.Logger)."""
 
     def info(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what happens."""
+        """Log an event."""
         ...
 
     def warning(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what somebody should look at."""
+        """Log a warning."""
         ...
 
     def exception(self, event: Any, *args: Any, **kw: Any) -> Any:
-        """Say what went wrong, with its traceback."""
+        """Log an error with its traceback."""
         ...
 
 
@@ -35,7 +35,7 @@ class Logger(Protocol):
 class ProgressLog:
     """Writes each event of a job once, and a line of progress at most every ``every_s`` seconds.
 
-    What was written is in a ``ProgressMark``, which the caller keeps from one look to the next.
+    A ``ProgressMark``, which the caller keeps between polls, records what was written.
     """
 
     log: Logger
@@ -44,7 +44,7 @@ class ProgressLog:
 
     @staticmethod
     def has_new_events(status: JobStatus, mark: ProgressMark) -> bool:
-        """Whether the job's events after the mark should be asked for."""
+        """Whether the job has events after the mark, which the caller should then request."""
         return status.last_event_id > mark.event_id
 
     def write(self, status: JobStatus, events: Sequence[Event], mark: ProgressMark) -> ProgressMark:

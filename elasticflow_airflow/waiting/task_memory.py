@@ -1,8 +1,8 @@
-"""What an elastic task remembers between its processes: retries, pokes and clears of one task instance.
+"""The state that an elastic task keeps between its processes: retries, pokes and clears of one task instance.
 
-Kept in Airflow's task state store, which survives all of these (XComs do not). One key, one small JSON object, for as
-long as the task instance: a clear after months must find the deadline that the run had. Only
-``[state_store] clear_on_success`` throws it away before.
+Stored in Airflow's task state store, which survives all of these (XComs do not), under one key as one small JSON
+object, for as long as the task instance exists: a clear after months must find the deadline that the run had. Only
+``[state_store] clear_on_success`` deletes it earlier.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ class StateStore(Protocol):
         ...
 
     def set(self, key: str, value: Any) -> None:
-        """Write the value of a key."""
+        """Set the value of a key."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class TaskMemory:
-    """``attempt`` is the try that the claim belongs to: a later try must attach anew, a later poke must not.
+    """The stored state. ``attempt`` is the try that owns the claim: a later try must attach again, a later poke not.
 
-    ``deadlines`` keeps, by argument, what was given and the moment computed from it (UTC seconds), so that a retry or
-    a clear does not move a deadline; another deadline in an edited DAG is computed afresh.
+    ``deadlines`` holds, by argument, the given value and the time computed from it (UTC seconds), so that a retry or a
+    clear does not move a deadline; a changed deadline in an edited DAG is computed afresh.
     """
 
     attempt: int | None = None
     max_tries: int | None = None
-    """Airflow's, of that try."""
+    """Airflow's ``max_tries`` at that try."""
     returned: bool = False
-    """Whether that try has returned its result: Airflow most likely recorded a success."""
+    """Whether that try returned its result, so that Airflow most likely recorded a success."""
     job_id: str | None = None
     claim: int = 0
     since: float = 0.0
     """When this attempt submitted or attached (UTC seconds)."""
     away_since: float | None = None
-    """Since when the service does not answer (UTC seconds): see ``outages``."""
+    """Since when the service has not answered (UTC seconds); see ``outages``."""
     answered: bool = False
     """Whether the service has answered a sensor in this attempt."""
     breakdowns: int = 0
     """How often a trigger broke in this attempt."""
     told_at_risk: bool = False
-    """Whether ``on_at_risk`` was called since the job came to be at risk."""
+    """Whether ``on_at_risk`` was called since the job became at risk."""
     deadlines: dict[str, dict[str, Any]] = field(default_factory=dict)
     mark: ProgressMark = field(default_factory=ProgressMark)
 
     @classmethod
     def load(cls, store: StateStore) -> TaskMemory:
-        """Read what was remembered; a fresh memory when there is nothing, or another version's."""
+        """Read the stored state; return a fresh one if there is none, or if it is of an incompatible version."""
         raw = store.get(_KEY)
         if not isinstance(raw, dict):
             return cls()
@@ -76,7 +76,7 @@ class TaskMemory:
             return cls()
 
     def save(self, store: StateStore) -> None:
-        """Write it down if Airflow takes it: without it a retry still finds its job, whose id is the task's."""
+        """Store the state; only warn if Airflow refuses: a retry finds its job even without it, by the job's id."""
         try:
             _set_for_good(store, _KEY, asdict(self))
         except AirflowRuntimeError as error:
@@ -84,11 +84,11 @@ class TaskMemory:
 
 
 def _set_for_good(store: StateStore, key: str, value: Any) -> None:
-    """Write a value that Airflow keeps for good, and not for ``[state_store] default_retention_days`` only."""
+    """Set a value without expiry, rather than with ``[state_store] default_retention_days``."""
     write: Callable[..., None] = store.set
     if "retention" not in inspect.signature(write).parameters:
         write(key, value)
         return
-    from airflow.sdk.execution_time.context import NEVER_EXPIRE  # there wherever the argument is
+    from airflow.sdk.execution_time.context import NEVER_EXPIRE  # exists in all versions with this argument
 
     write(key, value, retention=NEVER_EXPIRE)

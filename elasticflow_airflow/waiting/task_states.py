@@ -1,6 +1,6 @@
-"""Asks Airflow from the triggerer in which state tasks are. Of many at once, with one question for each DAG run.
+"""Reads the states of tasks from Airflow in the triggerer, batched into one request per DAG run.
 
-Each question passes through the triggerer's one line to the database, which everything else there needs as well.
+Each request passes through the triggerer's single connection to the database, which everything else there uses as well.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _ANSWER_WITHIN_S = 15.0
 
 _States = dict[str, Any]
 _questions: dict[tuple[str, str], tuple[set[str], asyncio.Task[_States]]] = {}
-"""By DAG and run, what is going to be asked: of which tasks, and the answer."""
+"""Pending requests by DAG and run: the ids of the tasks to ask for, and the response."""
 
 
 async def state_of(task_instance: Any) -> str | None:
-    """The state of a task instance; None where it has none, or is no more.
+    """Return the state of a task instance; None if it has none, or no longer exists.
 
-    Raises TimeoutError, and whatever the line to Airflow raises.
+    Raises TimeoutError, and whatever the connection to Airflow raises.
     """
     run = (str(task_instance.dag_id), str(task_instance.run_id))
     if run not in _questions:

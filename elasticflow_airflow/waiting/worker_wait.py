@@ -1,6 +1,6 @@
-"""Watches a job from a worker: looks at it again and again, and writes its progress to the task's log.
+"""Watches a job from a worker: polls it, and writes its progress to the task's log.
 
-Every look renews the job's lease. A service that is away for a while is waited for: the job trains on without it.
+Every poll renews the job's lease. A temporary outage of the service is tolerated: the job keeps training meanwhile.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from elasticflow_airflow.waiting.task_log import WORKER_LINE_EVERY_S, Logger, Pr
 from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 _SLICE_S = 0.5
-"""A signal handler cannot end ``time.sleep``; short slices let the loop see that the task was killed."""
+"""A signal handler cannot end ``time.sleep``; short slices let the loop notice that the task was killed."""
 
 
 class JobWatch:
-    """Looks at the job of ``memory``; ``memory`` learns what was said, and since when the service is away."""
+    """Polls the job of ``memory``; records there what was logged, and since when the service is unavailable."""
 
     def __init__(
         self,
@@ -42,22 +42,22 @@ class JobWatch:
         self._outage = Outage(memory, settings.service_away_s, log)
 
     def say(self, status: JobStatus) -> None:
-        """Log what is new: each event with its reason, and now and then a line of progress."""
+        """Log what is new: each event with its reason, and periodically a line of progress."""
         progress, mark = self._progress, self._memory.mark
         events = self._client.events(status.job_id, mark.event_id) if progress.has_new_events(status, mark) else []
         self._memory.mark = progress.write(status, events, mark)
 
     def tell(self, status: JobStatus) -> None:
-        """Log what is new if the service can be asked for it: a job that was submitted is worth more than a line."""
+        """Log what is new, but only warn if the service fails: a missing log line must not fail a submitted job."""
         try:
             self.say(status)
         except ElasticFlowError as error:
             self._log.warning("%s; the job is submitted, and its events are said later", error)
 
     def look(self) -> JobStatus | None:
-        """Renew the lease and say what is new; None while the service is away, for up to ``service_away_s``.
+        """Renew the lease and log what is new; return None while the service is unavailable.
 
-        Raises StaleClaim, JobNotFound, and what stood between for longer than that.
+        Raises StaleClaim, JobNotFound, and the error of an outage that lasts longer than ``service_away_s`` seconds.
         """
         memory = self._memory
         try:
@@ -73,7 +73,10 @@ class JobWatch:
         return status
 
     def wait(self, limit_s: float | None, killed: Callable[[], bool]) -> JobStatus | None:
-        """Look until the job has ended, ``limit_s`` seconds have passed, or the task is killed; the last look."""
+        """Poll until the job has ended, ``limit_s`` seconds have passed, or the task is killed.
+
+        Returns the result of the last poll.
+        """
         end = None if limit_s is None else time.monotonic() + limit_s
         status: JobStatus | None = None
         while not killed():

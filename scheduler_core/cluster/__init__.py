@@ -1,1 +1,1 @@
-"""The cluster: its nodes, which slots a gang gets, and what is free when."""
+"""The cluster: its nodes, the placement of gangs on slots, and free capacity over time."""

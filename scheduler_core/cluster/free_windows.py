@@ -1,7 +1,7 @@
-"""Where a block of slots is free for so long: a search over time that remembers where it has looked in vain.
+"""Finds when a block of slots is free for a given time: a search over time that caches where it found nothing.
 
-Thousands of jobs that look for slots one after another in the same plan would each walk over all that is booked for
-the ones before. As long as slots are only booked and none is given back, where nothing was free nothing gets free.
+Otherwise each of thousands of jobs that search for slots in the same plan would scan all bookings of the previous ones.
+As long as slots are only booked and none is given back, times at which nothing was free stay without free slots.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from elasticflow_airflow.scheduler_core.model.work import INFINITY
 
 
 class Vain:
-    """What is known not to be free: before which time no block of a size is free for so many seconds."""
+    """Cache of failed searches: by size and duration, the time before which no free block begins."""
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[list[float], list[float]]] = {}
-        """By size: seconds, and until when that was looked for in vain; both rise."""
+        """By size: durations in seconds, and the times before which none was found; both ascending."""
 
     def until(self, size: int, seconds: float) -> float:
-        """No block of ``size`` that is free for ``seconds`` begins before this time."""
+        """Return a time before which no block of ``size`` that is free for ``seconds`` begins."""
         latest = -INFINITY
         for smaller, (lengths, untils) in self._steps.items():  # a larger block contains smaller ones
             if smaller <= size:
@@ -32,7 +32,7 @@ class Vain:
         return latest
 
     def note(self, size: int, seconds: float, until_s: float) -> None:
-        """Remember that before ``until_s`` there is no block of ``size`` for ``seconds``."""
+        """Remember that no block of ``size`` that is free for ``seconds`` begins before ``until_s``."""
         lengths, untils = self._steps.setdefault(size, ([], []))
         at = bisect_right(lengths, seconds)
         if at and untils[at - 1] >= until_s:
@@ -43,12 +43,12 @@ class Vain:
         untils[first:last] = [until_s]
 
     def clear(self) -> None:
-        """Forget everything: slots were given back."""
+        """Discard everything, because slots were given back."""
         self._steps.clear()
 
 
 class Booked(Protocol):
-    """Which slots are taken in each stretch of time, as in :class:`~.timeline.Bookings`."""
+    """Which slots are taken in each segment of time, as in :class:`~.timeline.Bookings`."""
 
     now: float
     everything: int
@@ -60,9 +60,9 @@ class Booked(Protocol):
 def first_window(
     book: Booked, layout: Layout, size: int, seconds: float, latest_s: float, *, later: bool = False
 ) -> tuple[float, int] | None:
-    """Find the first block of ``size`` that is free for ``seconds``, and when that begins; None: not by ``latest_s``.
+    """Find the first block of ``size`` that is free for ``seconds``: its start and mask; None: none by ``latest_s``.
 
-    ``later``: not at once, but when other slots are free than now.
+    ``later``: skip the current segment and begin at the next change of bookings.
     """
     times, taken, everything = book.times, book.taken, book.everything
     i = max(1 if later else 0, bisect_left(times, book.vain.until(size, seconds)))
@@ -81,7 +81,7 @@ def first_window(
 def _while_free(
     times: Sequence[float], taken: Sequence[int], everything: int, i: int, end_s: float, layout: Layout, size: int
 ) -> tuple[int, int | None]:
-    """What is free from segment ``i`` until ``end_s``; and the segment until which no block is (None: one is)."""
+    """Return the slots free from segment ``i`` to ``end_s``, and the segment where no block is left (None: one is)."""
     free = everything & ~taken[i]
     if free.bit_count() < size or not (block := layout.find(free, size)):
         return free, i
@@ -95,7 +95,7 @@ def _while_free(
 
 
 def _after(taken: Sequence[int], everything: int, blocked: int, layout: Layout, size: int) -> int:
-    """The first segment from which on a block is free until the end of segment ``blocked``, or the one after that."""
+    """Return the first segment from which a block is free to the end of segment ``blocked``, or the one after it."""
     free, block, first = everything & ~taken[blocked], 0, blocked + 1
     while first:
         free &= ~taken[first - 1]

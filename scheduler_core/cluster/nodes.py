@@ -1,4 +1,4 @@
-"""What nodes there are after an event, and which stay neighbours. Knows no plans and no policies."""
+"""The nodes after an event, and which nodes stay neighbours. Knows no plans and no policies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticflow_airflow.times import moment
 def nodes_after(
     nodes: Mapping[str, Node], event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining
 ) -> tuple[dict[str, Node], str]:
-    """The nodes by id, and what has happened as a part of a sentence."""
+    """Return the nodes by id after an event, and a phrase that describes the event."""
     after = dict(nodes)
     match event:
         case ev.NodeJoined(node):
@@ -29,9 +29,9 @@ def nodes_after(
 
 
 def slots_cut_off(placement: Placement, nodes: Mapping[str, Node]) -> str:
-    """What has become of a gang's slots on nodes that are there, with fewer slots than before; empty: nothing has.
+    """Return which slots of a gang are gone because their nodes have fewer slots now, as a sentence; empty: none.
 
-    Its workers need not have died: they have to be told to leave. On a node that is gone there is nobody to tell.
+    Their workers may still run, so they must be stopped. On a node that is gone there are no workers to stop.
     """
     cut = [slot for slot in placement.slots if slot.node_id in nodes and slot.index >= nodes[slot.node_id].slots]
     if not cut:
@@ -40,13 +40,13 @@ def slots_cut_off(placement: Placement, nodes: Mapping[str, Node]) -> str:
 
 
 def nodes_avoiding(nodes: Mapping[str, Node], event: ev.SlotSlow) -> dict[str, Node]:
-    """The nodes by id, with the slow slot avoided for the time that the event says; the node must be there."""
+    """Return the nodes by id, with the slow slot avoided until the event's time; the node must exist."""
     node_id, index = event.slot
     node = nodes[node_id]
     return {**nodes, node_id: replace(node, avoided={**node.avoided, index: event.until_s})}
 
 
 def neighbours(placements: Iterable[Placement]) -> list[list[str]]:
-    """Ids of the nodes of each gang that spans several, in order: they stay neighbours when the cluster changes."""
+    """Return the node ids of each gang that spans several, in order: they stay neighbours when the cluster changes."""
     groups = [list(dict.fromkeys(slot.node_id for slot in sorted(held.slots))) for held in placements]
     return [ids for ids in groups if len(ids) > 1]

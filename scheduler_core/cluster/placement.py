@@ -1,12 +1,12 @@
 """Buddy placement: which slots a gang gets (ElasticFlow, ASPLOS 2023, section 4.3).
 
-All slots of the cluster stand in one row of *addresses*, and a set of slots is an ``int`` with a bit per address, so
-that finding a free aligned block is a handful of shifts even at ten thousand slots. Blocks are powers of two: inside a
-node by binary decomposition (a node of 6 is 4 + 2), across nodes of one type and equal size by the largest block of
-each, if that is the whole node or has four slots at least: two nodes of 6 hold a gang of 8, as 4 + 4, and their other
-slots are for gangs inside a node. Two nodes of 3 hold no gang of 4: with so few workers on a node it would wait for the
-network. Busy, lost and draining slots are simply not free; they break the blocks that contain them. Knows no jobs, no
-time, no promises.
+All slots of the cluster form one sequence of *addresses*, and a set of slots is an ``int`` with one bit per address, so
+that finding a free aligned block takes a handful of shifts even with ten thousand slots. Block sizes are powers of two.
+Within a node, blocks result from binary decomposition (a node of 6 is 4 + 2). Across nodes of the same type and size,
+they consist of the largest block of each node, if that is the whole node or has at least four slots: two nodes of 6
+hold a gang of 8, as 4 + 4, and their other slots are for gangs within a node. Two nodes of 3 hold no gang of 4: with so
+few workers per node it would be limited by the network. Busy, lost and draining slots are not free; they break the
+blocks that contain them. Knows no jobs, no time, no promises.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Iterable, Sequence
 from elasticflow_airflow.scheduler_core.model.values import Node, Placement, Slot
 
 _LEAST_JOINED = 4
-"""The smallest part of a node that takes part in a gang on several nodes."""
+"""The smallest block of a node, unless it is the whole node, that can be part of a gang on several nodes."""
 
 
 def level_of(size: int) -> int:
-    """Exponent of a power of two."""
+    """Return the exponent of a power of two."""
     return size.bit_length() - 1
 
 
 class Layout:
-    """The addresses of a set of nodes and the blocks they form.
+    """The addresses of a set of nodes and the blocks that they form.
 
-    ``together`` lists node ids of gangs that span nodes now: they stay neighbours when the cluster changes.
+    ``together`` lists the node ids of gangs that span nodes now: they stay neighbours when the cluster changes.
     """
 
     def __init__(self, nodes: Iterable[Node], together: Sequence[Sequence[str]] = ()) -> None:
@@ -48,7 +48,7 @@ class Layout:
             spans: list[tuple[int, int]] = []
             drained = [0] * len(ordered)
             largest = 1 << level_of(size)
-            # The largest blocks of all nodes stand side by side, so that they form larger ones; what is left, alone.
+            # The largest blocks of all nodes are adjacent, so that they form larger ones; the other slots are separate.
             joined = largest if largest == size or largest >= _LEAST_JOINED else 0
             for indices in (range(joined), range(joined, size)):
                 first, length = len(slots), len(indices)
@@ -82,13 +82,13 @@ class Layout:
         self.starts = tuple(starts)
         self.levels = len(starts)
         self.largest_block = 1 << (self.levels - 1)
-        """The most workers that a gang could have here, were all slots free."""
+        """The most workers that a gang could have here if all slots were free."""
         self.changes = tuple(sorted({until_s for until_s, _ in (*self.drains, *self.avoided)}))
-        """When other slots become usable, or some no longer are."""
+        """The times at which slots become usable or cease to be."""
         self.address = {slot: i for i, slot in enumerate(slots)}
 
     def usable_at(self, when_s: float) -> int:
-        """Slots that may be planned on from ``when_s`` on, before any reservation."""
+        """Return the slots that may be planned on from ``when_s`` on, before any reservation."""
         usable = self.usable
         for until_s, mask in self.drains:
             if until_s <= when_s:
@@ -99,11 +99,11 @@ class Layout:
         return usable
 
     def type_of(self, mask: int) -> str:
-        """GPU type of the slots of ``mask``, which are of one type; empty if there are none."""
+        """Return the GPU type of the slots in ``mask``, which are all of one type; empty if there are none."""
         return next((gpu_type for gpu_type, members in self.of_type.items() if mask & members), "")
 
     def blocks(self, free: int, level: int) -> int:
-        """First addresses of the free blocks of size ``2**level``."""
+        """Return the first addresses of the free blocks of size ``2**level``, as a mask."""
         starts = self.starts
         if level >= len(starts):
             return 0
@@ -113,7 +113,7 @@ class Layout:
         return found
 
     def capacity(self, free: int) -> list[int]:
-        """Per level, how many slots lie in free blocks of at least that size."""
+        """Return, per level, the number of slots in free blocks of at least that size."""
         found = free & self.starts[0]
         rows = [found.bit_count()]
         for k in range(self.levels - 1):
@@ -122,7 +122,7 @@ class Layout:
         return rows
 
     def largest(self, free: int) -> int:
-        """Size of the largest free block; 0 if nothing is free."""
+        """Return the size of the largest free block; 0 if nothing is free."""
         best = 0
         for level, count in enumerate(self.capacity(free)):
             if count:
@@ -130,7 +130,7 @@ class Layout:
         return best
 
     def find(self, free: int, size: int) -> int:
-        """A free block of ``size`` as a mask (0: there is none), out of the smallest free block that holds it."""
+        """Return a free block of ``size`` as a mask (0: none), taken from the smallest free block that holds it."""
         level = level_of(size)
         found = self.blocks(free, level)
         if not found:
@@ -150,7 +150,7 @@ class Layout:
         return ((1 << size) - 1) * (rest & -rest)
 
     def enclosing(self, free: int, inner: int, size: int) -> int:
-        """The free block of ``size`` that contains ``inner`` (0: not free, or ``inner`` fits no such block)."""
+        """Return the free block of ``size`` that contains ``inner`` (0: not free, or ``inner`` fits no such block)."""
         found = self.blocks(free, level_of(size))
         low = (inner & -inner).bit_length() - 1
         first = max(0, low - size + 1)
@@ -164,7 +164,7 @@ class Layout:
         return 0
 
     def mask_of(self, placement: Placement) -> int:
-        """The addresses of a placement; slots of nodes that are gone are left out."""
+        """Return the addresses of a placement; slots of nodes that are gone are left out."""
         mask = 0
         for slot in placement.slots:
             address = self.address.get(slot)
@@ -173,7 +173,7 @@ class Layout:
         return mask
 
     def placement_of(self, mask: int, before: Placement) -> Placement:
-        """The slots of ``mask`` in rank order: survivors of ``before`` keep their order and come first."""
+        """Return the slots of ``mask`` in rank order: survivors of ``before`` keep their order and come first."""
         kept = [s for s in before.slots if (a := self.address.get(s)) is not None and mask >> a & 1]
         held = set(kept)
         while mask:
@@ -186,7 +186,7 @@ class Layout:
 
 
 def _order(nodes: list[Node], together: Sequence[Sequence[str]]) -> list[Node]:
-    """Order equal nodes: those of spanning gangs (largest gang first), whole ones, then ones that are broken."""
+    """Order equal nodes: first those of spanning gangs (largest gang first), then intact ones, then broken ones."""
     rank: dict[str, tuple[int, int, int]] = {}
     for number, group in enumerate(sorted(together, key=len, reverse=True)):
         for place, node_id in enumerate(group):

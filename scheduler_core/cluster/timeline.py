@@ -1,11 +1,11 @@
-"""Free capacity over time, in two views: counts per block size (numpy), and the very slots (bit masks).
+"""Free capacity over time, in two views: counts per block size (numpy), and exact slots (bit masks).
 
-:class:`FreeCapacity` answers how large a gang fits, migrations allowed: one row per power of two of the slots in free
-blocks of at least that size minus those of gangs of at least that size. A set of power-of-two gangs can be placed,
-after migrations, if and only if no row is negative (place the largest first: each fits where a row says so). Bare
-slots would not do: 3 + 3 free slots hold no gang of 4.
+:class:`FreeCapacity` answers how large a gang fits if migrations are allowed. It has one row per power of two: the
+slots in free blocks of at least that size minus the slots of gangs of at least that size. A set of power-of-two gangs
+can be placed, after migrations, if and only if no row is negative (place the largest first: each fits if its row says
+so). A plain count of slots is not enough: 3 + 3 free slots hold no gang of 4.
 
-:class:`Bookings` answers which slots nobody has reserved. Both know times and slots only, no jobs.
+:class:`Bookings` answers which slots are not reserved. Both know only times and slots, no jobs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SIZES = np.array([1 << level for level in range(31)], dtype=np.int32)
 
 
 class FreeCapacity:
-    """Step function of free capacity by block size from ``now`` to the end of time.
+    """Step function of free capacity by block size, from ``now`` to infinity.
 
-    ``top`` limits it to blocks of up to that size: nobody asks for larger ones. Beside the rows stands, for each
-    segment, how many of them allow a gang of their size (``largest``, one more than the exponent), kept up to date
-    where something is reserved: who asks then looks at one number a segment, not at all rows.
+    ``top`` limits it to blocks of up to that size, if no larger ones are needed. ``largest`` has, for each segment, the
+    number of rows that allow a gang of their size (the exponent of the largest gang plus one). It is updated with each
+    reservation, so that queries read one number per segment and not all rows.
     """
 
     def __init__(self, layout: Layout, now: float, top: int | None = None) -> None:
@@ -48,11 +48,11 @@ class FreeCapacity:
         self.rows[:, :count] = np.array(bases, dtype=np.int32).T[: self.levels]
         self.largest: npt.NDArray[np.int8] = np.zeros(count + _ROOM, dtype=np.int8)
         self._untidy = 2 * count + _ROOM
-        """With more segments than this it is seen whether neighbours are alike."""
+        """Number of segments above which equal neighbours are merged."""
         self._recount(0, count)
 
     def copy(self, top: int | None = None) -> FreeCapacity:
-        """An independent copy, for trying things out; ``top`` as for a new one."""
+        """Return an independent copy, for trials; ``top`` as for a new one."""
         twin = object.__new__(FreeCapacity)
         twin.levels = self.levels if top is None else min(self.levels, top.bit_length())
         twin.times = self.times.copy()
@@ -62,18 +62,18 @@ class FreeCapacity:
         return twin
 
     def segment(self, when_s: float) -> int:
-        """Index of the segment that contains ``when_s``."""
+        """Return the index of the segment that contains ``when_s``."""
         return max(0, bisect_right(self.times, when_s) - 1)
 
     def _recount(self, i: int, j: int) -> None:
-        """Say anew which is the largest gang that fits in each of the segments ``i:j``."""
+        """Recompute the largest gang that fits in each of the segments ``i:j``."""
         if j - i <= _FEW:
             least = np.minimum.accumulate(self.rows[:, i:j], axis=0)
             np.add.reduce(least >= _SIZES[: self.levels, None], axis=0, dtype=np.int8, out=self.largest[i:j])
             return
         lowest = self.rows[0, i:j].copy()
         count = (lowest >= 1).astype(np.int8)
-        for level in range(1, self.levels):  # row by row: what is worked on stays in the processor's cache
+        for level in range(1, self.levels):  # row by row: the working set stays in the processor's cache
             np.minimum(lowest, self.rows[level, i:j], out=lowest)
             count += lowest >= 1 << level
         self.largest[i:j] = count
@@ -97,7 +97,7 @@ class FreeCapacity:
         return at
 
     def fits(self, start_s: float, end_s: float, size: int) -> bool:
-        """Whether a gang of ``size`` can be placed throughout."""
+        """Return whether a gang of ``size`` can be placed during the whole time."""
         level = size.bit_length()
         if level > self.levels:
             return False
@@ -105,7 +105,7 @@ class FreeCapacity:
         return j <= i or int(self.largest[i:j].min()) >= level
 
     def reserve(self, start_s: float, end_s: float, size: int) -> None:
-        """Take a gang of ``size`` out of the free capacity."""
+        """Subtract a gang of ``size`` from the free capacity."""
         i = self._split(start_s)
         j = self._split(end_s)
         if j > i:
@@ -123,7 +123,7 @@ class FreeCapacity:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Make one segment of neighbours in which the same is free."""
+        """Merge neighbouring segments with equal free capacity."""
         count = len(self.times)
         borders = np.concatenate(([True], (self.rows[:, 1:count] != self.rows[:, : count - 1]).any(axis=0)))
         left = int(np.count_nonzero(borders))
@@ -133,14 +133,14 @@ class FreeCapacity:
         self._untidy = 2 * left + _ROOM
 
     def withhold(self, start_s: float, end_s: float, slots: int) -> None:
-        """Take ``slots`` slots, wherever they are, out of the free capacity."""
+        """Subtract ``slots`` slots, wherever they are, from the free capacity."""
         i, j = self._split(start_s), self._split(end_s)
         if j > i:
             self.rows[:, i:j] = np.maximum(self.rows[:, i:j] - slots, 0)
             self._recount(i, j)
 
     def slot_seconds(self, start_s: float, end_s: float) -> float:
-        """Free slots times seconds between two times, wherever they are."""
+        """Return free slots times seconds between two times, wherever the slots are."""
         i, j = self.segment(start_s), bisect_left(self.times, end_s)
         if j <= i:
             return 0.0
@@ -148,7 +148,7 @@ class FreeCapacity:
         return float(np.maximum(self.rows[0, i:j], 0) @ np.diff(borders))
 
     def placeable(self, sizes: tuple[int, ...], start_s: float, end_s: float) -> list[tuple[float, float, int]]:
-        """For each stretch of ``[start_s, end_s)``: the largest of ``sizes`` that can be placed there (0: none)."""
+        """Return the stretches of ``[start_s, end_s)``, each with the largest of ``sizes`` that fits (0: none)."""
         i, j = self.segment(start_s), bisect_left(self.times, end_s)
         if j <= i:
             return [(start_s, end_s, 0)] if end_s > start_s else []
@@ -169,7 +169,7 @@ class FreeCapacity:
 
 
 class Bookings:
-    """Which slots are taken when, from ``now`` on. Slots that are not usable count as taken."""
+    """Which slots are taken at which time, from ``now`` on. Unusable slots count as taken."""
 
     def __init__(self, layout: Layout, now: float) -> None:
         everything = (1 << len(layout.slots)) - 1
@@ -178,7 +178,7 @@ class Bookings:
         self.times: list[float] = [now]
         self.taken: list[int] = [everything & ~layout.usable_at(now)]
         self.vain = Vain()
-        """Where no block is free. For who looks for one again and again."""
+        """Cache of times without a free block, for repeated searches."""
         for until_s in layout.changes:
             if until_s > self.times[-1]:
                 self.times.append(until_s)
@@ -186,7 +186,7 @@ class Bookings:
 
     @classmethod
     def of(cls, layout: Layout, now: float, holdings: Iterable[Holding]) -> Bookings:
-        """Book many holdings at once, by one sweep over time."""
+        """Book many holdings at once, in one sweep over time."""
         book = cls(layout, now)
         events: list[tuple[float, int, int]] = []
         for start, end, mask in holdings:
@@ -216,7 +216,7 @@ class Bookings:
         return book
 
     def copy(self) -> Bookings:
-        """An independent copy, for trying things out."""
+        """Return an independent copy, for trials."""
         twin = object.__new__(Bookings)
         twin.now, twin.everything = self.now, self.everything
         twin.times, twin.taken = self.times.copy(), self.taken.copy()
@@ -238,7 +238,7 @@ class Bookings:
         return first, bisect_left(self.times, end_s - TOLERANCE_S)
 
     def free_over(self, start_s: float, end_s: float, own: tuple[Holding, ...] = ()) -> int:
-        """Slots that are free throughout; those booked by ``own`` count as free while it holds them."""
+        """Return the slots that are free throughout; those booked by ``own`` count as free while it holds them."""
         i, j = self._range(start_s, end_s)
         blocked, taken = 0, self.taken
         if own:
@@ -253,9 +253,9 @@ class Bookings:
         return self.everything & ~reduce(or_, taken[i:j], blocked)
 
     def free_until(self, mask: int, start_s: float, own: tuple[Holding, ...] = ()) -> float:
-        """Until when all of ``mask`` is free, beginning at ``start_s`` (``start_s`` itself: not even then).
+        """Return until when all of ``mask`` is free from ``start_s`` on (``start_s`` itself: not free at all).
 
-        What ``own`` has booked counts as free.
+        Slots booked by ``own`` count as free.
         """
         times, taken = self.times, self.taken
         first = max(0, bisect_right(times, start_s + TOLERANCE_S) - 1)

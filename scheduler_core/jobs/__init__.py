@@ -1,1 +1,1 @@
-"""What is known of each live job: how far it is, how fast at which size, and who in its gang is slow."""
+"""What is known about each live job: its progress, its speed at each size, and slow workers in its gang."""

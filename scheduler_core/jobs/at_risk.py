@@ -1,4 +1,4 @@
-"""Which promised jobs no longer fit before their deadlines, and which fit again. Pure; plans nothing."""
+"""Detects which promised jobs can no longer meet their deadlines, and which can again. Pure; plans nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elasticflow_airflow.times import duration, moment
 
 
 def who_is_at_risk(jobs: Iterable[LiveJob], config: SchedulerConfig, now: float) -> Iterator[AtRisk | OnTrack]:
-    """Mark every promised job by its plan, and say of each for which that has changed that it has."""
+    """Update the at-risk mark of every promised job from its plan, and yield a decision for each change."""
     for job in jobs:
         deadline = job.job.deadline_s
         if not job.promised or deadline is None:
@@ -34,9 +34,9 @@ def who_is_at_risk(jobs: Iterable[LiveJob], config: SchedulerConfig, now: float)
 
 
 def _projected_end(job: LiveJob, config: SchedulerConfig, now: float) -> float:
-    """When a job ends by its plan; infinite where it has none that gives it slots."""
+    """Return when a job ends by its plan; infinite if it has no plan that gives it slots."""
     course = job.course
     if course is None or not (course.holdings or overdue(job, now)):
         return INFINITY
-    # Where it should have ended long ago and has not, it will not have ended before now.
+    # A job that should have ended long ago and has not cannot end before now.
     return now if course.promised_s <= now - config.overdue_s else course.promised_s

@@ -1,14 +1,14 @@
-"""What a job's reports say about its speed, also at sizes that it has not run, and what a promise may rely on.
+"""Estimates a job's speed from its reports, also at sizes that it has not run, and the speed a promise may rely on.
 
-The curve that a job comes with is off by a factor at each size: log-normal, with a sigma that is the job's own where
-past runs of its task have shown it and ``SchedulerConfig.speed_sigma`` where nothing is known; ``speed_shared`` of the
-variance is common to all sizes of a job (a slower kind of node, a busier disk) and the rest is the size's own. A size
-that runs is measured; what it says about the others is the best linear prediction under that model (shrinkage towards
-the curve as told). Promises rely on a low quantile of what is then still uncertain, per size (3Sigma, EuroSys 2018,
-section 3: on the distribution, not on a point): a size that was measured in this run needs no margin any more.
+The initial curve of a job is off by a log-normal factor at each size. Its sigma is the job's own if past runs of its
+task have shown it, and ``SchedulerConfig.speed_sigma`` otherwise. A fraction ``speed_shared`` of the variance is common
+to all sizes of a job (a slower kind of node, a busier disk); the rest is independent per size. A size that runs is
+measured; the other sizes are estimated by the best linear prediction under that model (shrinkage towards the initial
+curve). Promises rely on a low quantile of the remaining uncertainty per size (3Sigma, EuroSys 2018, section 3: on the
+distribution, not on a point). A size that was measured in this run needs no margin.
 
-A measurement counts once it is solid: so many windows of reports. Their median is believed, so that one noisy window
-moves nothing; until then a promise goes on as it was planned. Pure functions; knows no job.
+A measurement counts once it is solid, that is, once it covers enough windows of reports. The median of the windows is
+used, so that one noisy window changes nothing; until then a promise stays as planned. Pure functions; knows no job.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.values import ScalingCurve, SpeedWindow
 
 SOLID_WINDOWS = 3
-"""So many windows make a measurement solid: of three, the median is one that another agrees with or surpasses."""
+"""Number of windows that make a measurement solid: another of the three is at least as fast as their median."""
 _KEPT_WINDOWS = 5
 _LONG_AGO_S = -1e12
 _EQUAL = 1e-9
 _MOST_SIGMA = 2.0
-"""No more is learned of an error: the quantile would be below a tenth of the speed as told."""
+"""Upper bound of a learned sigma: beyond it the quantile would be below a tenth of the initial speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,16 @@ class Evidence:
 
     @classmethod
     def certain(cls, steps_per_s: float) -> Evidence:
-        """One measurement that is solid by itself."""
+        """Return one measurement that is solid by itself."""
         return cls((SpeedWindow(_LONG_AGO_S, steps_per_s, SOLID_WINDOWS),))
 
     def with_report(
         self, steps_per_s: float, now: float, measured_s: float | None, config: SchedulerConfig
     ) -> Evidence:
-        """After a report at ``now``; ``measured_s``: over how long the speed was measured, None for one window at most.
+        """Return the evidence after a report at ``now``.
 
-        Reports within one window see the same steps: the last one stands for all of them.
+        ``measured_s`` is the duration of the measurement, None for one window at most. Reports within one window cover
+        the same steps, so the last one stands for all of them.
         """
         count = 1.0 if measured_s is None else min(SOLID_WINDOWS, max(1.0, measured_s / config.report_window_s))
         windows = self.windows
@@ -58,16 +59,16 @@ class Evidence:
 
     @property
     def count(self) -> float:
-        """Of how many windows it consists."""
+        """Number of windows that it counts as."""
         return math.fsum(window.windows for window in self.windows)
 
     def is_solid(self, config: SchedulerConfig) -> bool:
-        """Whether the speed counts as measured. Where reports are exact, one is enough."""
+        """Return whether the speed counts as measured. If reports are exact, one is enough."""
         return bool(self.windows) and (config.report_sigma == 0.0 or self.count >= SOLID_WINDOWS)
 
     @property
     def median(self) -> float:
-        """The speed in the middle of the windows, in steps/s; of two middle ones their geometric mean."""
+        """The median speed of the windows, in steps/s; the geometric mean if there are two middle ones."""
         ordered = sorted((window.steps_per_s, window.windows) for window in self.windows)
         half, below = self.count / 2.0, 0.0
         for index, (speed, count) in enumerate(ordered):
@@ -81,14 +82,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """What is held of the speed at a size: steps/s, and how uncertain (the sigma of a log-normal factor; 0: solid)."""
+    """An estimate of the speed at a size, in steps/s, with its error (sigma of a log-normal factor; 0: solid)."""
 
     steps_per_s: float
     sigma: float
 
 
 def belief(told: float | None, sigma: float, evidence: Evidence, config: SchedulerConfig) -> Belief:
-    """The speed of a size that runs, where ``told`` with its error ``sigma`` was known of it (None: nothing was)."""
+    """Return the estimate for a size that runs; ``told`` is its initial speed (None: unknown) with error ``sigma``."""
     seen = evidence.median if config.report_sigma > 0.0 else evidence.windows[-1].steps_per_s
     if evidence.is_solid(config):
         return Belief(seen, 0.0)
@@ -100,11 +101,11 @@ def belief(told: float | None, sigma: float, evidence: Evidence, config: Schedul
 
 
 def believed(told: ScalingCurve, measured: Mapping[int, float], config: SchedulerConfig) -> ScalingCurve:
-    """The curve after ``measured`` (steps/s by size, in this run), where ``told`` is the one before any of it.
+    """Return the curve after ``measured`` (steps/s by size, in this run), where ``told`` is the initial curve.
 
-    With all of the error shared, sizes not measured follow the mean of those that are; with none, they stay as told.
-    Fewer workers are never believed to be as fast as more were measured to be, if they were told to be slower: a job
-    that is slow whatever its size would else be given fewer of them, and be slower still.
+    If all of the error is shared, sizes that were not measured follow the mean of the measured ones; if none is, they
+    keep their initial speeds. A smaller size that was initially slower is never estimated to be as fast as a measured
+    larger one: otherwise a job that is slow at every size would get fewer workers and be even slower.
     """
     offsets = [math.log(speed / told.steps_per_s[size]) for size, speed in measured.items() if size in told.steps_per_s]
     share = config.speed_shared
@@ -125,13 +126,13 @@ def planned(
     sigma: Callable[[int], float],
     config: SchedulerConfig,
 ) -> dict[int, float]:
-    """Speeds by size, in steps/s, that a promise may rely on. ``curve`` is :func:`believed` of ``told``.
+    """Return the speeds by size, in steps/s, that a promise may rely on. ``curve`` is :func:`believed` of ``told``.
 
-    ``sigma``: how wrong the curve may be at a size.
+    ``sigma`` returns the error of the curve at a size.
 
-    While every measured size is at least as fast as it was promised with, the others are planned as they were: a
-    promise holds where speeds are at least what was planned with. Bad news of one size counts for the others, good
-    news does not: how much of the error they share, nobody knows, and a size that runs is measured soon.
+    While every measured size is at least as fast as promised, the other sizes keep their planned speeds: a promise
+    holds if speeds are at least the planned ones. A slow measurement lowers the other sizes, a fast one does not raise
+    them: it is unknown how much of the error they share, and a size that runs is measured soon.
     """
     before = promised(told, sigma, config).steps_per_s
     speeds = {size: _measured(held, before.get(size), config) for size, held in measured.items()}
@@ -147,24 +148,24 @@ def planned(
 
 
 def _measured(held: Belief, promised: float | None, config: SchedulerConfig) -> float:
-    """What to plan with at a size that runs: as it was promised, until a measurement is solid; then as it is."""
+    """Return the planned speed of a size that runs: the promised one until a measurement is solid, then that one."""
     if held.sigma == 0.0:
         return held.steps_per_s
     return held.steps_per_s * _quantile(config, held.sigma) if promised is None else promised
 
 
 def promised(curve: ScalingCurve, sigma: Callable[[int], float], config: SchedulerConfig) -> ScalingCurve:
-    """What a promise may rely on before anything was measured."""
+    """Return the curve that a promise may rely on before anything was measured."""
     return ScalingCurve({size: speed * _quantile(config, sigma(size)) for size, speed in curve.steps_per_s.items()})
 
 
 def sigma_of_errors(errors: Sequence[float], config: SchedulerConfig) -> float:
-    """How wrong the next curve of a task may be (the sigma of a log-normal factor) by what was seen in past runs.
+    """Return the error of the next curve of a task (the sigma of a log-normal factor), from its past runs.
 
-    ``errors`` has log(measured / told) of each run (of several sizes the root mean square). Planned with it, a speed
-    is kept with ``speed_confidence`` although few runs were seen (Student's t distribution, Biometrika 1908); where
-    they were no more exact than is assumed of those of which nothing is known, by the normal one. No errors:
-    ``speed_sigma``.
+    ``errors`` has log(measured / told) of each run (the root mean square if there are several sizes). A speed planned
+    with this sigma is reached with probability ``speed_confidence`` even after few runs (Student's t distribution,
+    Biometrika 1908). If the observed errors are no smaller than the default ``speed_sigma``, the normal distribution is
+    used. Without errors the result is ``speed_sigma``.
     """
     if not errors:
         return config.speed_sigma
@@ -175,7 +176,7 @@ def sigma_of_errors(errors: Sequence[float], config: SchedulerConfig) -> float:
 
 
 def sigma_of_margin(margin: float, config: SchedulerConfig) -> float:
-    """The sigma with which a speed that was never measured is planned lower by this fraction."""
+    """Return the sigma with which a speed that was never measured is planned lower by the fraction ``margin``."""
     z = _z(config.speed_confidence)
     return min(_MOST_SIGMA, -math.log(1.0 - margin) / z) if z > 0.0 else 0.0
 
@@ -187,7 +188,7 @@ def _z(confidence: float) -> float:
 
 @lru_cache(maxsize=256)
 def _student(confidence: float, freedom: int) -> float:
-    """The quantile of Student's t distribution, to three digits (Abramowitz and Stegun, 26.7.5)."""
+    """Return the quantile of Student's t distribution, to three digits (Abramowitz and Stegun, 26.7.5)."""
     if freedom == 1:
         return math.tan(math.pi * (confidence - 0.5))
     if freedom == 2:
@@ -203,10 +204,10 @@ def _student(confidence: float, freedom: int) -> float:
 
 
 def _quantile(config: SchedulerConfig, sigma: float) -> float:
-    """The factor that a log-normal one with this sigma exceeds with the confidence that is asked for."""
+    """Return the factor that a log-normal factor with this sigma exceeds with probability ``speed_confidence``."""
     return math.exp(-_z(config.speed_confidence) * sigma)
 
 
 def _rest_of_doubt(share: float, measured: int) -> float:
-    """Part of its sigma that is left of a size when so many others are measured."""
+    """Return the fraction of its sigma that a size keeps after ``measured`` others were measured."""
     return math.sqrt((1.0 - share) * (1.0 + share / (1.0 - share + share * measured))) if measured else 1.0

@@ -1,4 +1,4 @@
-"""What the scheduler remembers of one live job, and how it becomes :class:`Work` for the planner. No decisions here."""
+"""The scheduler's record of one live job, and its conversion to :class:`Work` for the planner. Decides nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work
 
 LEAST_S = 3 * TOLERANCE_S
-"""What is left of a job that holds nothing takes at least so long: shorter than the tolerance, it would be nothing."""
+"""Minimum remaining time of a job without slots: anything shorter than the tolerance would count as no work."""
 
 
 @dataclass(slots=True)
 class ProfilingRun:
-    """The size being measured: until when it may take, and whether its gang has started."""
+    """The size being measured, and the time limit of the measurement."""
 
     size: int
     until_s: float
@@ -26,7 +26,7 @@ class ProfilingRun:
 
 @dataclass(slots=True)
 class LiveJob:
-    """One job between its submission and its end. ``number`` counts arrivals, ``promise`` promises."""
+    """One job from its submission to its end. ``number`` counts arrivals, ``promise`` counts promises."""
 
     job: Job
     phase: Phase
@@ -40,17 +40,17 @@ class LiveJob:
     ready_s: float = 0.0
     starting: bool = False
     joined_s: float = -INFINITY
-    """When the new workers of its last change have joined, at the latest."""
+    """Latest time at which the new workers of its last change have joined."""
     started: bool = False
-    """Whether the present gang has said that it makes steps."""
+    """Whether the current gang has reported that it makes steps."""
     ever_started: bool = False
     at_risk: bool = False
     measured: dict[int, float] = field(default_factory=dict)
-    """Speeds seen in this run, by size, as far as they are believed."""
+    """Speeds measured in this run, by size, as currently estimated (steps/s)."""
     evidence: dict[int, Evidence] = field(default_factory=dict)
-    """What they rest on. A size that has none here was measured for certain."""
+    """The evidence for ``measured``. A size without evidence was measured with certainty."""
     told: ScalingCurve | None = None
-    """The curve before anything was seen; ``job.curve`` is what is believed now. None: nothing was seen yet."""
+    """The curve before anything was measured; ``job.curve`` is the current estimate. None: nothing was measured yet."""
     failed_sizes: set[int] = field(default_factory=set)
     profiling: ProfilingRun | None = None
     promise: int = 0
@@ -60,31 +60,31 @@ class LiveJob:
     running_since_s: float = 0.0
     said_waiting: str = ""
     asked_s: float = 0.0
-    """When its deadline was last asked for."""
+    """When admission with its deadline was last tried."""
     thorough_s: float = 0.0
-    """While it waits: when it is next asked for with all orders that may help."""
+    """While it waits: when admission is next tried with all filling orders."""
     until_s: float = 0.0
-    """While it waits for capacity: how long that can help."""
+    """While it waits for capacity: until when waiting can help."""
     trial: int = 0
-    """The size that is measured before it is promised, as its curve alone is not sure enough for that; 0: none."""
+    """The size to measure before the job is promised, because its curve alone is too uncertain for that; 0: none."""
     judged: int = 0
-    """While it is measured: at how many sizes its speed was known when it was last decided on."""
+    """While it is measured: the number of sizes with known speed at the last decision on it."""
     noted: bool = False
     """Whether the protection price has learned from its arrival."""
     turn_until_s: float = 0.0
-    """End of the turn that a best-effort job got because it had waited too long."""
+    """End of the turn that a best-effort job got after waiting too long."""
     parked_from: Phase | None = None
     expected: float | None = None
-    """Steps left by a prediction, at ``as_of_s``; None: there is none."""
+    """Predicted steps left at ``as_of_s``; None: there is no prediction."""
     foreseen: bool = False
-    """The calendar expected it, so that it need not fit beside what else is expected."""
+    """Whether the calendar expected it, so that it need not fit beside the other expected runs."""
     reservation: Course | None = None
-    """What was kept free for it before it came, until it is decided on."""
+    """The slots reserved for it before it was submitted, until it is decided on."""
     _work: Work | None = None
 
     @classmethod
     def newcomer(cls, job: Job, number: int, now: float, *, best_effort: bool) -> Self:
-        """A job that was just submitted."""
+        """Return a job that was just submitted."""
         return cls(
             job=job,
             phase=Phase.ADMITTED,
@@ -111,15 +111,15 @@ class LiveJob:
         return self.phase is Phase.ADMITTED
 
     def constants(self) -> tuple[object, ...]:
-        """The values among its fields that are replaced and never changed."""
+        """Return those field values that are replaced and never mutated."""
         return self.job, self.placement, self.told, self.course, self.reservation, self._work
 
     def changed(self) -> None:
-        """Forget what was derived from the fields."""
+        """Discard what was derived from the fields."""
         self._work = None
 
     def sizes(self, largest: int, config: SchedulerConfig) -> dict[int, float]:
-        """Usable sizes on this cluster with their planned speeds; speed 0 where nothing is known."""
+        """Return the usable sizes on this cluster with their planned speeds; speed 0 if nothing is known."""
         most = min(self.job.max_workers or largest, largest)
         if self.job.curve is not None:
             speeds = self.planned(self.job.curve, config)
@@ -132,14 +132,14 @@ class LiveJob:
         return {smallest: 0.0} if smallest <= most else {}
 
     def work(self, layout: Layout, config: SchedulerConfig) -> Work:
-        """The planner's view; the same object until something changes."""
+        """Return the planner's view of the job; the same object until something changes."""
         if self._work is None:
             speeds = self.sizes(layout.largest_block, config)
             size = self.mask.bit_count()
             costs = self.job.costs
             limit = INFINITY if self.best_effort or self.job.deadline_s is None else self.job.deadline_s
             remaining = INFINITY if self.remaining is None else self.remaining
-            if not size and speeds:  # what takes no time at all would be given no slots, and never end
+            if not size and speeds:  # a job that takes no time would get no slots, and never end
                 remaining = max(remaining, LEAST_S * max(speeds.values()))
             work = Work(
                 job_id=self.job.job_id,
@@ -160,19 +160,19 @@ class LiveJob:
                 expected=INFINITY if self.expected is None else self.expected,
             )
             if size:
-                if size in self.measured and self.job.curve is not None:  # however slow: it is what the gang does now
+                if size in self.measured and self.job.curve is not None:  # however slow: it is the current speed
                     speeds.setdefault(size, self.planned(self.job.curve, config)[size])
                 object.__setattr__(work, "speed_now", work.speed(size))
             self._work = work
         return self._work
 
     def sigma(self, size: int, config: SchedulerConfig) -> float:
-        """How wrong its curve may be at a size: as past runs of its task have shown, else as is assumed of any."""
+        """Return the error of its curve at a size: that of past runs of its task, else the default for all jobs."""
         otherwise = config.speed_sigma if self.job.speed_sigma is None else self.job.speed_sigma
         return self.job.speed_sigmas.get(size, otherwise)
 
     def planned(self, curve: ScalingCurve, config: SchedulerConfig) -> dict[int, float]:
-        """Speeds by size, in steps/s, that a promise may rely on; ``curve`` is what is believed."""
+        """Return the speeds by size, in steps/s, that a promise may rely on; ``curve`` is the current estimate."""
         held = {size: self._belief(size, speed, config) for size, speed in self.measured.items()}
         return planned(curve, self.told or curve, held, lambda size: self.sigma(size, config), config)
 
@@ -184,11 +184,11 @@ class LiveJob:
         return belief(told, self.sigma(size, config), evidence, config)
 
     def is_certain(self, size: int, config: SchedulerConfig) -> bool:
-        """Whether the speed at a size was measured in this run, solidly."""
+        """Return whether this run has a solid measurement of the speed at a size."""
         return size in self.measured and (size not in self.evidence or self.evidence[size].is_solid(config))
 
     def as_told(self, config: SchedulerConfig) -> Self | None:
-        """What it would be if its curve were sure; None: it is sure already, or no run can show it to be."""
+        """Return the job as if its curve were certain; None if it is, or measuring cannot make it so."""
         sizes = self.job.curve.steps_per_s if self.job.curve is not None else ()
         unsure = [size for size in sizes if size not in self.failed_sizes and not self.is_certain(size, config)]
         exact = not any(self.sigma(size, config) for size in unsure)
@@ -199,20 +199,20 @@ class LiveJob:
         return twin
 
     def latest_start_s(self, layout: Layout, config: SchedulerConfig) -> float:
-        """When it must begin at the latest to keep its deadline, if its curve is right."""
+        """Return the latest start with which it keeps its deadline, if its curve is right."""
         hopeful = self.as_told(config) or self
         limit = INFINITY if self.job.deadline_s is None else self.job.deadline_s
         return limit - hopeful.work(layout, config).least_time_s()
 
     def learn(self, size: int, steps_per_s: float, config: SchedulerConfig) -> None:
-        """Take in a speed at a size that is known for certain."""
+        """Record a speed at a size that is known with certainty."""
         self.evidence.pop(size, None)
         self._believe(size, steps_per_s, config)
 
     def hear_speed(
         self, size: int, steps_per_s: float, config: SchedulerConfig, now: float, measured_s: float | None
     ) -> None:
-        """Take in a speed that was reported at a size: as far as all that was reported there makes it plausible."""
+        """Record a speed that was reported at a size, weighted with all earlier reports at that size."""
         before = self.evidence.get(size)
         if before is None:
             before = Evidence.certain(self.measured[size]) if size in self.measured else Evidence()
@@ -225,24 +225,24 @@ class LiveJob:
         self._relearn(config)
 
     def take_measured(self, config: SchedulerConfig) -> None:
-        """Believe what profiling has measured so far, beside what was known before this run."""
+        """Combine what profiling has measured so far with what was known before this run."""
         self._relearn(config)
         self.job = replace(self.job, partial=self.job.partial or not self.trial)
 
     def _relearn(self, config: SchedulerConfig) -> None:
-        """The curve anew: what was told before this run, and what was measured in it."""
+        """Recompute the curve from the one before this run and the speeds measured in it."""
         self.told = self.told or self.job.curve
         curve = ScalingCurve(self.measured) if self.told is None else believed(self.told, self.measured, config)
         self.job = replace(self.job, curve=curve)
         self._work = None
 
     def renew_trial(self, now: float, config: SchedulerConfig) -> None:
-        """Give a job that is tried out as long as at first to get its slots back: it was not its own doing."""
+        """Give a job in a trial the full time again to get slots, because it lost them through no fault of its own."""
         if self.trial:
             self.thorough_s = max(self.thorough_s, now + config.overdue_s)
 
     def settle(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
-        """Bring ``remaining`` forward to ``now`` along the curve."""
+        """Extrapolate ``remaining`` to ``now`` with the curve."""
         if self.remaining is not None:
             left = self.work(layout, config).left_at(now)
             if self.expected is not None:
@@ -252,7 +252,7 @@ class LiveJob:
         self._work = None
 
     def hear(self, event: JobProgressed) -> None:
-        """Believe a report about the job's length and what is left of it (call :meth:`settle` before)."""
+        """Apply a report about the job's length and remaining steps (call :meth:`settle` before)."""
         if event.total_steps is not None:
             self.job = replace(self.job, total_steps=event.total_steps)
             if event.remaining_steps is None and self.remaining is None:
@@ -263,9 +263,9 @@ class LiveJob:
             self.ever_started = self.ever_started or bool(self.mask)
 
     def stop(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
-        """Settle for the end of the present gang: a job that should have ended has steps left, whatever was expected.
+        """Settle at the end of the current gang: a job that should have ended is given some remaining steps.
 
-        In its tail it has none: what comes after the last step begins again elsewhere.
+        Not during its tail: there no steps are left, and the tail is repeated elsewhere.
         """
         work = self.work(layout, config)
         speed = work.speed_now
@@ -275,7 +275,7 @@ class LiveJob:
             self.remaining = config.overdue_s * speed
 
     def hold(self, layout: Layout, config: SchedulerConfig, mask: int, now: float) -> None:
-        """Take exactly the slots of ``mask`` from ``now`` on, paying for the change."""
+        """Hold exactly the slots of ``mask`` from ``now`` on, and pay for the change."""
         cost = self.work(layout, config).cost_of_change(now, mask.bit_count())
         begins = self.mask == 0 or (self.starting and self.ready_s > now + TOLERANCE_S)
         self.joined_s = -INFINITY if begins or not mask else self.work(layout, config).joined_after(now)
@@ -294,7 +294,7 @@ class LiveJob:
         self._work = None
 
     def state(self, layout: Layout) -> JobState:
-        """All of it as a value, for a store."""
+        """Return all of it as a value, for a store."""
         holdings = self.course.holdings if self.course is not None else ()
         return JobState(
             job=self.job,
@@ -327,5 +327,5 @@ class LiveJob:
 
 
 def overdue(job: LiveJob, now: float) -> bool:
-    """Whether by its plan a job has ended, tail and all, and yet holds slots: the word of its end has not come."""
+    """Return whether a job still holds slots after its planned end, tail included: its end was not reported yet."""
     return bool(job.mask) and job.course is not None and job.course.promised_s <= now + TOLERANCE_S

@@ -1,10 +1,11 @@
-"""Which sizes a job of unknown speed is measured at, for how long, and when enough is known. Bounded, never in the way.
+"""Decides at which sizes a job of unknown speed is measured, for how long, and when enough is known.
 
-A profiling gang trains: its steps count. Sizes are powers of two, smallest first, as in the paper's evaluation
-(ElasticFlow, section 5: throughputs are profiled before the first run), but measured here within the job's own run.
+Profiling is bounded and never gets in the way of other jobs. A profiling gang trains: its steps count. Sizes are powers
+of two, smallest first, as in the paper's evaluation (ElasticFlow, section 5: throughputs are profiled before the first
+run), but measured here within the job's own run.
 
-While sizes are missing, what is known of a job's speed may admit it, but refuses it only when its deadline cannot be
-kept any more even if it were as fast with more workers as can be hoped: each as fast as the best that were measured.
+While sizes are missing, the known speeds of a job may suffice to admit it. It is refused only when its deadline cannot
+be kept even at the best possible speeds of the missing sizes: every worker as fast as in the best measured gang.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from elasticflow_airflow.scheduler_core.model.work import INFINITY
 
 
 def candidate_sizes(job: LiveJob, largest: int) -> list[int]:
-    """Powers of two between the job's limits that could ever be placed."""
+    """Return the powers of two between the job's limits that could be placed at all."""
     most = min(job.job.max_workers or largest, largest)
     size = 1 << max(0, job.job.min_workers - 1).bit_length()
     sizes = []
@@ -27,19 +28,19 @@ def candidate_sizes(job: LiveJob, largest: int) -> list[int]:
 
 
 def known_speeds(job: LiveJob) -> dict[int, float]:
-    """Steps/s by size, as far as they are known: from earlier runs, and measured in this one."""
+    """Return the known speeds by size, in steps/s: from earlier runs, and measured in this one."""
     return {**(job.job.curve.steps_per_s if job.job.curve is not None else {}), **job.measured}
 
 
 def is_measured_at(job: LiveJob, size: int) -> bool:
-    """Whether a gang of this size, on which a job stands that is profiled, is there to measure its speed."""
+    """Return whether a profiled job holds a gang of this size in order to measure its speed."""
     return size > 0 and (size == job.trial or size not in known_speeds(job))
 
 
 def missing_sizes(job: LiveJob, layout: Layout, config: SchedulerConfig) -> list[int]:
-    """Sizes that are worth measuring still; none once the curve is known as far as it can be.
+    """Return the sizes that are still worth measuring; none once the curve is as complete as it can be.
 
-    Larger ones are not when a size could not be measured, or was not faster than the one before.
+    Larger sizes are not worth it after a size that could not be measured, or that was not faster than the previous one.
     """
     known = known_speeds(job)
     sizes = candidate_sizes(job, layout.largest_block)
@@ -56,10 +57,10 @@ def missing_sizes(job: LiveJob, layout: Layout, config: SchedulerConfig) -> list
 
 
 def sizes_to_measure(job: LiveJob, layout: Layout, now: float, config: SchedulerConfig) -> list[int]:
-    """The size to measure next; in a hurry several, the first of which slots are free is the one.
+    """Return the size to measure next; for a job in a hurry several, to be tried until slots are free for one.
 
-    A job that is in a hurry does not spend its time on sizes that cannot keep its deadline, whatever their speed may
-    be, as long as there are slots for one that may.
+    A job in a hurry does not spend time on sizes that cannot keep its deadline at any speed, as long as there are slots
+    for a size that may.
     """
     if job.trial:
         return [] if job.is_certain(job.trial, config) else [job.trial]
@@ -73,12 +74,12 @@ def sizes_to_measure(job: LiveJob, layout: Layout, now: float, config: Scheduler
 
 
 def window_s(job: LiveJob, config: SchedulerConfig) -> float:
-    """How long measuring one size may take, start-up included."""
+    """Return how many seconds measuring one size may take, start-up included."""
     return max(job.job.costs.startup_s, config.profile_startup_s) + config.profile_budget_s
 
 
 def in_a_hurry(job: LiveJob, now: float, config: SchedulerConfig) -> bool:
-    """Whether the speed that is known keeps the deadline now, and no longer when another size was measured first."""
+    """Return whether the known speed keeps the deadline now, but not after another size was measured first."""
     deadline, known = job.job.last_deadline_s, known_speeds(job)
     if deadline is None or job.best_effort or job.remaining is None or not known:
         return False
@@ -89,10 +90,10 @@ def in_a_hurry(job: LiveJob, now: float, config: SchedulerConfig) -> bool:
 def undecided_until(
     job: LiveJob, layout: Layout, now: float, config: SchedulerConfig, deadline_s: float | None = None
 ) -> float:
-    """Until when measuring further sizes may still show that the deadline can be kept; minus infinity: it cannot.
+    """Return until when measuring more sizes may still show that the deadline can be kept; minus infinity: it cannot.
 
-    With the speed of each size that is missing at its best: as many times that of the best workers that were measured
-    as it has workers. ``deadline_s``: another one than the last that the job takes.
+    Each missing size is assumed to have its best possible speed: its number of workers times the best measured speed
+    per worker. ``deadline_s`` is the deadline to check (None: the last one that the job accepts).
     """
     missing = missing_sizes(job, layout, config)
     if not missing or job.best_effort or job.job.last_deadline_s is None:
@@ -104,7 +105,7 @@ def undecided_until(
 
 
 def wait_limit(job: LiveJob, layout: Layout, now: float, config: SchedulerConfig) -> float | None:
-    """Until when a job may wait for slots to be measured on, or to say how long it is; None without a deadline."""
+    """Return until when a job may wait for slots to be measured on, or to report its length; None: no limit."""
     if job.job.last_deadline_s is None or job.best_effort:
         return None
     if job.trial:
@@ -115,7 +116,7 @@ def wait_limit(job: LiveJob, layout: Layout, now: float, config: SchedulerConfig
 
 
 def _best_per_worker(job: LiveJob) -> float | None:
-    """Steps/s of a worker in the gang that makes most of each; None while that, or what is left, is not known."""
+    """Return the best measured steps/s per worker; None while no speed is known, or the remaining steps are not."""
     known = known_speeds(job)
     return max(speed / size for size, speed in known.items()) if known and job.remaining is not None else None
 
@@ -123,7 +124,7 @@ def _best_per_worker(job: LiveJob) -> float | None:
 def _last_start_s(
     job: LiveJob, layout: Layout, now: float, config: SchedulerConfig, deadline_s: float | None = None
 ) -> float:
-    """When a gang of another size must be ordered that makes all steps that are left in no time."""
+    """Return the latest time to order a gang of another size, if all remaining steps took no time."""
     deadline = job.job.last_deadline_s if deadline_s is None else deadline_s
     if deadline is None:
         return INFINITY

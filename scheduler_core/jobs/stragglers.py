@@ -1,8 +1,8 @@
-"""Which worker of a gang is slow, and has been for a while: it holds up all others, and is better replaced.
+"""Detects workers of a gang that are persistently slow: they hold up all others and are better replaced.
 
 EDL (TPDS 2021, section 3) removes stragglers by scaling in. Workers of a gang do equal shares of each step, so their
-own compute times (without waiting for each other) are comparable; each is held against the median of the *others*, in
-units of their median absolute deviation, so that one slow worker of two or four does not hide in the statistics.
+compute times (without waiting for each other) are comparable. Each is compared with the median of the *others*, in
+units of their median absolute deviation, so that one slow worker of two or four is not hidden in the statistics.
 Pure functions over JSON-friendly values.
 """
 
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from statistics import median
 
 _TO_DEVIATION = 1.4826
-"""Median absolute deviation to standard deviation, for normally distributed times."""
+"""Factor from median absolute deviation to standard deviation, for normally distributed times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerRule:
-    """When a worker is a straggler. Raises ValueError for what could never, or would always, be one."""
+    """When a worker is a straggler. Raises ValueError for a rule that no worker, or every worker, would meet."""
 
     windows: int = 3
-    """So many measurements in a row must say so."""
+    """Number of consecutive measurements that must show it."""
     deviations: float = 5.0
-    """Slower than the others' median by so many of their deviations ..."""
+    """The worker is slower than the others' median by this many of their deviations ..."""
     least_excess: float = 0.25
     """... and by this fraction of it: below that, replacing a worker costs more than it gains."""
 
@@ -38,22 +38,22 @@ class StragglerRule:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A slow worker. ``slowdown`` is its time over the others' median, over the windows that count (their median)."""
+    """A slow worker. ``slowdown`` is its time divided by the others' median, as the median over the windows used."""
 
     worker_id: str
     slowdown: float
 
 
 Windows = Mapping[str, Sequence[float]]
-"""By worker: its compute seconds per step in its last windows, oldest first."""
+"""By worker: compute seconds per step in its last windows, oldest first."""
 
 
 def add_window(
     windows: Windows, worker_id: str, compute_s: float, steps: int, rule: StragglerRule | None = None
 ) -> dict[str, list[float]]:
-    """The windows after a worker has said that it computed ``compute_s`` seconds in ``steps`` steps.
+    """Return the windows after a worker has reported ``compute_s`` seconds of computing for ``steps`` steps.
 
-    What is no measurement (no steps, no finite time) changes nothing. Only as many windows are kept as count.
+    An invalid measurement (no steps, no finite time) changes nothing. Only the windows that the rule needs are kept.
     """
     rule = rule or StragglerRule()
     new = {known: list(values) for known, values in windows.items()}
@@ -65,10 +65,10 @@ def add_window(
 def find_stragglers(
     windows: Windows, workers: Sequence[str], rule: StragglerRule | None = None
 ) -> tuple[Straggler, ...]:
-    """The workers that were slow in each of the last windows, slowest first; always less than half of them.
+    """Return the workers that were slow in each of the last windows, slowest first; always less than half of them.
 
-    Empty until all of ``workers`` (those of the gang now; others are ignored) have enough windows: who is new, or has
-    said nothing, cannot be compared.
+    Empty until all of ``workers`` (the current gang; others are ignored) have enough windows: a worker that is new, or
+    has reported nothing, cannot be compared.
     """
     rule = rule or StragglerRule()
     if len(workers) < 2 or any(len(windows.get(worker, ())) < rule.windows for worker in workers):
@@ -87,5 +87,5 @@ def find_stragglers(
         if len(ratios) == rule.windows:
             found.append(Straggler(worker, median(ratios)))
     found.sort(key=lambda straggler: (-straggler.slowdown, straggler.worker_id))
-    # Half of them slow: rather two kinds of workers than stragglers.
+    # If half of them are slow, there are two kinds of workers rather than stragglers.
     return tuple(found) if 2 * len(found) < len(workers) or len(workers) == 2 else ()

@@ -1,1 +1,1 @@
-"""The values of scheduling: jobs and their work, what happens, what is decided. Pure data; plans nothing."""
+"""The values of scheduling: jobs and their work, events, decisions. Pure data; plans nothing."""

@@ -1,4 +1,4 @@
-"""What can be tuned in the scheduler, each with its unit and its default. Knows nothing else."""
+"""The tunable settings of the scheduler, each with its unit and its default. Knows nothing else."""
 
 from __future__ import annotations
 
@@ -9,95 +9,95 @@ from typing import Any, Self
 
 
 class Objective(StrEnum):
-    """Whom to admit when not everybody can be."""
+    """Which jobs to admit when not all of them fit."""
 
     FIRST_COME = "first-come"
-    """Whatever fits beside the promises, in order of arrival."""
+    """Admit every job that fits beside the promised jobs, in order of arrival."""
     VALUE = "value"
-    """Whatever is worth more than what it takes from those who are expected (see :mod:`pricing`)."""
+    """Admit a job if it is worth more than what it takes from expected arrivals (see :mod:`protection_price`)."""
 
 
 EVEN_ODDS = 0.5
-"""The confidence with which no margin is kept."""
+"""The confidence at which no margin is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Settings of one :class:`~elasticflow_airflow.scheduler_core.scheduler.Scheduler`.
 
-    The defaults promise to the last second, which is right where speeds are known exactly. :meth:`served` is what the
-    service does, and what is simulated unless somebody asks for something else.
+    The defaults keep no margins, which is right where speeds are known exactly. :meth:`served` returns the settings
+    of the service, which are also the default of simulations.
     """
 
     speed_sigma: float = 0.0
-    """How wrong the curve of a job may be of whose task no past run has shown it: the sigma of a log-normal factor per
-    job and size. 0: exact."""
+    """Error of a job's curve while no past run of its task has shown it: the sigma of a log-normal factor per job and
+    size. 0: exact."""
     speed_shared: float = 0.5
-    """Part of that error's variance which is common to all sizes of a job (0: each size is off by itself)."""
+    """Fraction of that error's variance that all sizes of a job share (0: the errors of the sizes are independent)."""
     speed_confidence: float = 0.9
-    """A size that never ran is as fast as planned with this probability; one that was measured needs no margin."""
+    """Probability that a size that never ran is as fast as planned; a measured size needs no margin."""
     report_sigma: float = 0.0
-    """How wrong the speed of one window of reports may be, likewise. 0: exact, and believed at once."""
+    """Error of the speed in one window of reports, as a sigma likewise. 0: exact, and trusted at once."""
     report_window_s: float = 15.0
-    """Reports within so long see the same steps, and count as one."""
+    """Reports within this time cover the same steps and count as one."""
     deadline_margin_s: float = 0.0
-    """New promises and new plans end this much before the deadline (delays of wake-ups, of the engine)."""
+    """New promises and new plans end this long before the deadline (delays of wake-ups and of the engine)."""
     offer_margin_s: float = 0.0
-    """Added to the earliest feasible deadline that a rejection offers: a resubmit a moment later is admitted, too."""
+    """Added to the earliest feasible deadline that a rejection offers, so that a resubmission soon after fits."""
     offer_round_s: float = 1.0
-    """An offered deadline is rounded up to a multiple of this, in UTC: people copy it."""
+    """An offered deadline is rounded up to a multiple of this, in UTC, because people copy it."""
     offer_probes: int = 6
-    """How often bisection tries a deadline with the full admission; more is more exact and slower."""
+    """How many deadlines bisection tries with the full admission test; more is more exact and slower."""
     rescue_orders: int = 12
-    """How many other orders of filling are tried before a rejection."""
+    """How many alternative filling orders are tried before a rejection."""
     rescue_effort: int = 400
-    """... and at most so many divided by the number of jobs, so that a decision among many stays quick."""
+    """... and at most this number divided by the number of jobs, so that decisions stay fast with many jobs."""
     proof_rounds: int = 8
-    """How often the filling is repeated with the pauses of the migrations that placing it turned out to need."""
+    """How often the filling is repeated with the pauses of the migrations that its placement needed."""
 
     objective: Objective = Objective.FIRST_COME
     protection_weight: float = 1.0
-    """With ``objective="value"``: how much of what cheaper arrivals are expected to use is kept free for them."""
+    """With ``objective="value"``: the fraction of the expected use of cheaper arrivals that is kept free for them."""
     protection_half_lives_s: tuple[float, ...] = (3600.0, 4 * 3600.0, 36 * 3600.0)
-    """... and how fast arrivals are forgotten; the memory that expects more wins."""
+    """... and the half-lives with which past arrivals are forgotten; the largest of the resulting estimates is used."""
     protection_reach: float = 3.0
-    """... and for how many of its half-lives ahead each memory predicts: a burst is not the rate of a week."""
+    """... and how many half-lives ahead each estimate reaches: a burst does not predict the rate of a week."""
     waiting_retry_s: float = 1800.0
-    """A job that waits for capacity is asked for again at least this often."""
+    """Admission of a job that waits for capacity is retried at least this often."""
 
     min_saving_pauses: float = 0.5
-    """A job grows only when it then ends earlier by this many of its pauses, the pause itself already paid."""
+    """A job grows only if it then ends earlier by at least this many of its pauses, after paying the pause itself."""
     min_saving_s: float = 0.0
     """... and by at least this many seconds."""
     patience_pauses: float = 4.0
-    """Who must wait longer than this many pauses for a first worker makes others give up what exceeds their share."""
+    """A job that must wait more pauses than this for its first worker makes others give up slots beyond their share."""
     ageing_s: float = 1800.0
-    """A best-effort job that waited so long takes turns with running ones, and its next turn is kept free of
-    newcomers with deadlines; also the length of such a turn."""
+    """A best-effort job that waited this long takes turns with running ones, and newcomers with deadlines cannot take
+    its next turn. Also the length of such a turn."""
 
     profile_budget_s: float = 60.0
-    """How long one size may run while its speed is measured, from the first step."""
+    """How long one size may run while its speed is measured, counted from the first step."""
     profile_startup_s: float = 60.0
-    """How long a gang that is profiled may take to its first step (longer if the job's known start-up is longer)."""
+    """How long a profiled gang may take to reach its first step (longer if the job's known start-up is longer)."""
     profile_min_gain: float = 0.02
-    """Profiling stops at a size whose speed is not this much (fraction) above the size before."""
+    """Profiling stops at a size whose speed exceeds that of the previous size by less than this fraction."""
 
     explore_gain: float = 0.0
-    """Part of its remaining time that a job may hope to save with the next size, when that was never measured; it is
-    tried on idle slots if that is more than two pauses. 0: never."""
+    """Fraction of its remaining time that a job is assumed to save at the next size while that was never measured. The
+    size is tried on idle slots if this saving exceeds two pauses. 0: never."""
     explore_window_s: float = 30.0
-    """How long such a try may take, after its pause."""
+    """How long such a trial may take, after its pause."""
 
     deviation_s: float = 1.0
-    """A report that moves a job's end by less than this, and by less than ``deviation_fraction`` of what is left, does
-    not make a new plan."""
+    """A report that moves a job's end by less than this, and by less than ``deviation_fraction`` of the time left, does
+    not cause a new plan."""
     deviation_fraction: float = 0.02
     overdue_s: float = 5.0
-    """A job that should have ended but has not said so keeps its slots; it is looked at again after this time."""
+    """A job that should have ended but has not reported its end keeps its slots; it is rechecked after this time."""
 
     @classmethod
     def served(cls, **settings: Any) -> Self:
-        """As ``elasticflow serve`` promises by default; ``settings`` take the place of its defaults."""
+        """Return the defaults of ``elasticflow serve``, overridden by ``settings``."""
         return cls(**{**_SERVED, **settings})
 
     def __post_init__(self) -> None:

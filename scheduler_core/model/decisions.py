@@ -1,4 +1,4 @@
-"""What the scheduler decides: small values, each with the sentence that a user will read."""
+"""The decisions of the scheduler: small values, each with the sentence that is shown to users."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elasticflow_airflow.scheduler_core.model.values import Placement, Plan
 
 
 class Terms(StrEnum):
-    """On which terms a job was admitted."""
+    """The terms on which a job was admitted."""
 
     DEADLINE = "deadline"
     BEST_EFFORT = "best_effort"
@@ -17,7 +17,7 @@ class Terms(StrEnum):
 
 
 class Purpose(StrEnum):
-    """Why a job gets the slots it gets."""
+    """What a job uses its slots for."""
 
     PROFILE = "profile"
     TRAIN = "train"
@@ -25,7 +25,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """The job is promised (``deadline_s``), with the plan that proves it; or taken as best effort (None)."""
+    """The deadline ``deadline_s`` is promised, with the plan that proves it; None: the job is taken as best effort."""
 
     job_id: str
     terms: Terms
@@ -36,9 +36,9 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """The deadline cannot be promised. ``earliest_deadline_s`` would be admitted at this very moment (None: never).
+    """The deadline cannot be promised. ``earliest_deadline_s`` would be admitted at this moment (None: none would).
 
-    The scheduler has forgotten the job: slots that it held (for profiling) count as free, so its gang must be stopped.
+    The scheduler has forgotten the job: slots that it held for profiling count as free, so its gang must be stopped.
     """
 
     job_id: str
@@ -48,9 +48,9 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Waits for slots to profile on; with ``on_reject="wait"`` for capacity; as best effort for a larger cluster.
+    """The job waits: for slots to profile on, for capacity (``on_reject="wait"``), or for a larger cluster.
 
-    In the last case it was admitted already: no block of the cluster is as large as it needs.
+    The last case is a best-effort job that is admitted already, while no block of the cluster is large enough for it.
     """
 
     job_id: str
@@ -67,9 +67,9 @@ class Resize:
     purpose: Purpose
     reason: str
     batch_size: int | None = None
-    """The global batch size to train with, for a job that lets it be chosen (None: its own)."""
+    """The global batch size to train with, for a job whose batch size may be chosen (None: the job's own)."""
     beside: bool = False
-    """Whether it runs on what is left by whoever holds these slots, who never notices (AntMan, OSDI 2020)."""
+    """Whether it runs on what the holder of these slots leaves unused, without affecting it (AntMan, OSDI 2020)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Amended:
 
 @dataclass(frozen=True, slots=True)
 class AmendRejected:
-    """The amendment cannot be promised; what held before holds on."""
+    """The amendment cannot be promised; the previous terms stay in force."""
 
     job_id: str
     reason: str
@@ -101,7 +101,7 @@ class AmendRejected:
 
 @dataclass(frozen=True, slots=True)
 class AtRisk:
-    """An admitted job no longer fits its deadline; it is finished as soon as possible."""
+    """An admitted job can no longer meet its deadline; it is finished as soon as possible."""
 
     job_id: str
     deadline_s: float
@@ -111,7 +111,7 @@ class AtRisk:
 
 @dataclass(frozen=True, slots=True)
 class OnTrack:
-    """A job that was at risk fits its deadline again."""
+    """A job that was at risk can meet its deadline again."""
 
     job_id: str
     deadline_s: float

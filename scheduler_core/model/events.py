@@ -1,4 +1,4 @@
-"""What happens to the scheduler: the only inputs of ``scheduler_core.scheduler.Scheduler``."""
+"""The events of the scheduler: the only inputs of ``scheduler_core.scheduler.Scheduler``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class JobSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class JobMeasured:
-    """Profiling measured ``steps_per_s`` at ``workers``; ``costs`` if they are known better by now.
+    """Profiling measured ``steps_per_s`` at ``workers``; ``costs`` replaces the job's costs if not None.
 
-    ``failed`` says that this size cannot be measured (it does not start, or not in time): it is left out.
+    ``failed`` means that this size cannot be measured (it does not start, or not in time); it is left out.
     """
 
     job_id: str
@@ -33,10 +33,10 @@ class JobMeasured:
 class JobProgressed:
     """``remaining_steps`` are left now; ``steps_per_s`` was measured at the current size, if not None.
 
-    ``measured_s``: over how long, if that is more than the window within which reports count as one.
-    Also how the length becomes known (``total_steps``) when only the running script knows it. ``expected_steps`` are
-    left if a prediction is right (a loss to train to, Optimus, EuroSys 2018, section 3.1), at most ``remaining_steps``;
-    None: nobody can say. Promises and what is booked for them never depend on it.
+    ``measured_s`` is the duration of that measurement, if it exceeds the window within which reports count as one.
+    ``total_steps`` reports the length of a job when only the running script knows it. ``expected_steps`` is the
+    predicted number of steps left (for a loss to train to: Optimus, EuroSys 2018, section 3.1), at most
+    ``remaining_steps``; None: there is no prediction. Promises and their bookings never depend on it.
     """
 
     job_id: str
@@ -49,30 +49,30 @@ class JobProgressed:
 
 @dataclass(frozen=True, slots=True)
 class JobFinished:
-    """All steps are done and the job has let go of its slots."""
+    """All steps are done and the job has released its slots."""
 
     job_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """The job has ended without success and holds nothing any more."""
+    """The job has ended without success and holds no slots any more."""
 
     job_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobCancelled:
-    """The job was cancelled and holds nothing any more."""
+    """The job was cancelled and holds no slots any more."""
 
     job_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobAmended:
-    """The owner wants another deadline and/or value (None: unchanged; ``best_effort`` gives the deadline up).
+    """The owner changes the deadline and/or the value (None: unchanged; ``best_effort`` drops the deadline).
 
-    ``max_workers`` comes alone: so many workers can train it at most, as was not known when it was submitted.
+    ``max_workers`` is sent alone: the most workers that can train the job, if that was unknown at submission.
     """
 
     job_id: str
@@ -84,21 +84,21 @@ class JobAmended:
 
 @dataclass(frozen=True, slots=True)
 class JobParked:
-    """Nobody owns the job at present (lease run out): take its slots, keep its place in memory."""
+    """The job has no owner at present (its lease ran out): take its slots, but remember the job."""
 
     job_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobUnparked:
-    """An owner is back: the job competes again (its promise is kept if it still can be)."""
+    """The job has an owner again and competes again; its promise is kept if possible."""
 
     job_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class GangStarted:
-    """The gang ordered by the last Resize makes steps now: start-up or pause is over."""
+    """The gang ordered by the last Resize makes steps now: its start-up or pause is over."""
 
     job_id: str
     placement: Placement
@@ -106,7 +106,7 @@ class GangStarted:
 
 @dataclass(frozen=True, slots=True)
 class GangLost:
-    """The gang died without being told to (worker or node failure); the slots are free unless the node is lost."""
+    """The gang died unexpectedly (worker or node failure); its slots are free unless the node is lost."""
 
     job_id: str
 
@@ -115,8 +115,8 @@ class GangLost:
 class GangReformed:
     """The gang makes steps now on exactly ``placement``, which the scheduler did not order.
 
-    Workers have died and the others go on from memory, or a change of slots did not come about and the gang stays
-    where it was. What the plan says is ordered anew. Ignored when another job has been given one of the slots.
+    Either workers have died and the others continue from memory, or a change of slots failed and the gang stays where
+    it was. The plan's sizes are ordered anew. Ignored if one of the slots has been given to another job.
     """
 
     job_id: str
@@ -125,21 +125,21 @@ class GangReformed:
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A node is there, or has changed (its number of slots, which of them are busy)."""
+    """A node has joined, or has changed (its number of slots, or which of them are busy)."""
 
     node: Node
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """A node is gone, and every gang with a slot on it with it."""
+    """A node is gone, and with it every gang that has a slot on it."""
 
     node_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class NodeDraining:
-    """A node goes away at ``until_s``: nothing may be planned on it past that time."""
+    """A node leaves at ``until_s``: nothing may be planned on it after that time."""
 
     node_id: str
     until_s: float
@@ -147,10 +147,10 @@ class NodeDraining:
 
 @dataclass(frozen=True, slots=True)
 class SlotSlow:
-    """A worker of a job is slow for good where it is: nothing is planned on that slot until ``until_s``.
+    """A worker of a job is permanently slow on its slot: nothing is planned on that slot until ``until_s``.
 
-    Without it the job makes ``gain`` times the steps that were measured with it at its present size. Like a node that
-    goes away, for one slot and a while (EDL, TPDS 2021, section 3).
+    Without it the job is ``gain`` times as fast as measured at its present size. The slot is treated like one of a
+    draining node, for a limited time (EDL, TPDS 2021, section 3).
     """
 
     job_id: str
@@ -161,21 +161,21 @@ class SlotSlow:
 
 @dataclass(frozen=True, slots=True)
 class RunExpected:
-    """The calendar expects a run of a recurring task (or knows better now what it expects under this id)."""
+    """The calendar expects a run of a recurring task, or updates the run that it expects under this id."""
 
     run: ExpectedRun
 
 
 @dataclass(frozen=True, slots=True)
 class RunForgotten:
-    """A run is no longer expected: it will not come, or its time is past."""
+    """A run is no longer expected: it will not be submitted, or its time is past."""
 
     run_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class WakeUp:
-    """The time that the scheduler asked for with WakeMeAt has come (or the shell thinks it is a good time)."""
+    """The time requested with WakeMeAt has come, or the shell wakes the scheduler for its own reasons."""
 
 
 Event = (
@@ -199,4 +199,4 @@ Event = (
 )
 
 CalendarEvent = RunExpected | RunForgotten
-"""Only the scheduler itself knows a calendar; other policies are never told these."""
+"""Only the scheduler itself has a calendar; other policies never receive these events."""

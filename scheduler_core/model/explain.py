@@ -1,4 +1,4 @@
-"""Sentences for users: why a job gets what it gets. Decides nothing."""
+"""Sentences that explain decisions to users. Decides nothing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from elasticflow_airflow.times import duration, moment
 
 
 def workers(count: int) -> str:
-    """A number of workers."""
+    """Return a number of workers as words."""
     return f"{count} worker" if count == 1 else f"{count} workers"
 
 
 def change(before: int, after: int, *, cost_s: float, saved_s: float | None, end_s: float, why: str) -> str:
-    """Say what a change of slots does and why."""
+    """Return a sentence on what a change of slots does and why."""
     until = f"; projected end {moment(end_s)}" if end_s < INFINITY else ""
     if before == 0:
         return f"starts with {workers(after)}: {why}{until}"

@@ -1,9 +1,9 @@
-"""A calendar of recurring work: which runs are expected, when, how large, and how surely. Knows no plan and no clock.
+"""A calendar of recurring work: which runs are expected, when, how large, how likely. Knows no plan and no clock.
 
-Morpheus (OSDI 2016, section 4) infers deadlines and sizes of recurring jobs from their history and reserves for them;
-here the workflow engine says when a run is due, and the history says how late it comes, how long it is, and how often
-it comes at all. Histories are kept as distributions and read by quantile (3Sigma, EuroSys 2018, section 3: a mean with
-a margin is off by a factor of two for many jobs), never as a mean.
+Morpheus (OSDI 2016, section 4) infers deadlines and sizes of recurring jobs from their history and reserves slots for
+them. Here the workflow engine provides the due times; the history provides the lateness, the length and the frequency
+of the runs. Histories are kept as distributions and read by quantile, never as a mean (3Sigma, EuroSys 2018, section 3:
+a mean with a margin is off by a factor of two for many jobs).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from elasticflow_airflow.scheduler_core.model.values import RescaleCosts, Scalin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalendarPolicy:
-    """How much of the calendar is believed."""
+    """How far the calendar is trusted."""
 
     quantile: float = 0.9
-    """Reservations hold for so large a part of the lengths and of the latenesses seen."""
+    """Reservations cover this quantile of the observed lengths and latenesses."""
     unseen: float = 0.25
-    """With one run seen, the next is taken to be longer and later by this part; with ten, by a tenth of it."""
+    """After one observed run, the next is assumed longer and later by this fraction; after ten, by a tenth of it."""
     sure: float = 0.9
-    """Runs that come at least this often are reserved for one by one; the others by what they use on average."""
+    """Runs of at least this probability get a reservation each; the others are reserved for by their average use."""
     early_s: float = 60.0
-    """A submission so long before a run is due is that run; a still earlier one is something else."""
+    """A submission at most this long before a run is due counts as that run; an earlier one does not."""
     late_factor: float = 2.0
-    """A run that is so many times later than any before is taken not to come: its reservation is released ..."""
+    """A run this many times later than any previous one is assumed not to come; its reservation is released ..."""
     late_min_s: float = 600.0
     """... but not before this long after it was due."""
 
@@ -44,7 +44,7 @@ class CalendarPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A distribution as the values that were seen."""
+    """A distribution, given by its observed values."""
 
     values: tuple[float, ...]
 
@@ -56,30 +56,31 @@ class Spread:
         object.__setattr__(self, "values", tuple(sorted(self.values)))
 
     def quantile(self, part: float) -> float:
-        """The smallest value that at least ``part`` of the values do not exceed (nearest rank)."""
+        """Return the smallest value that at least a fraction ``part`` of the values do not exceed (nearest rank)."""
         return self.values[min(len(self.values), max(1, math.ceil(part * len(self.values) - 1e-9))) - 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastRun:
-    """What one due time of a task brought. ``came`` False: nothing was submitted, and the rest means nothing."""
+    """What happened at one due time of a task. If ``came`` is False, nothing was submitted and the rest is unused."""
 
     due_s: float
     came: bool = True
     late_s: float = 0.0
-    """From the time it was due to its submission."""
+    """Seconds from the due time to the submission."""
     steps: float = 0.0
     deadline_after_s: float = 0.0
-    """Its deadline, from the time it was due."""
+    """Its deadline, in seconds after the due time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedRun:
     """A run of a recurring task that is due at ``due_s`` and has not been submitted.
 
-    ``lateness`` is seconds from due to submission, ``steps`` its length, both as seen before. ``deadline_after_s``
-    counts from ``due_s``. ``probability``: how surely it comes. ``run_id`` is unique among expected runs. ``latest_s``:
-    a later deadline that would do, if the first cannot be promised; only a forecast asks.
+    ``lateness`` is seconds from due time to submission, ``steps`` the length, both as observed in past runs.
+    ``deadline_after_s`` counts from ``due_s``. ``probability`` is that of the run being submitted. ``run_id`` is unique
+    among expected runs. ``latest_s`` is a later deadline that is acceptable if the first cannot be promised; only
+    forecasts use it.
     """
 
     run_id: str
@@ -95,7 +96,7 @@ class ExpectedRun:
     probability: float = 1.0
     latest_s: float | None = None
     speed_sigma: float | None = None
-    """How wrong ``curve`` may be, as :attr:`Job.speed_sigma`."""
+    """The error of ``curve``, as :attr:`Job.speed_sigma`."""
     speed_sigmas: Mapping[int, float] = field(default_factory=dict)
     """The same by size, as :attr:`Job.speed_sigmas`."""
 
@@ -110,22 +111,22 @@ class ExpectedRun:
 
     @property
     def deadline_s(self) -> float:
-        """When it has to be done."""
+        """The time by which the run has to be done."""
         return self.due_s + self.deadline_after_s
 
     def forgotten_s(self, policy: CalendarPolicy) -> float:
-        """From when on it is taken not to come; at its deadline at the latest."""
+        """Return the time from which the run is assumed not to come; its deadline at the latest."""
         late = max(policy.late_min_s, policy.late_factor * self.lateness.quantile(1.0))
         return min(self.deadline_s, self.due_s + late)
 
 
 def stand_in_id(run_id: str) -> str:
-    """Under which id plans hold the reservation of an expected run; no job has such an id."""
+    """Return the id under which plans hold the reservation of an expected run; no job has such an id."""
     return f"expected {run_id}"
 
 
 def how_surely(history: Iterable[PastRun]) -> float:
-    """How often a task's runs came. One that nobody has seen yet is expected: its timetable says so."""
+    """Return the probability that a task's next run comes; 1 without a history, because it is scheduled."""
     came = [run.came for run in history]
     return (1 + sum(came)) / (1 + len(came))
 
@@ -143,9 +144,9 @@ def expect(
     speed_sigma: float | None = None,
     speed_sigmas: Mapping[int, float] | None = None,
 ) -> ExpectedRun | None:
-    """The next run of a task by its history; None when no run with a deadline was seen yet.
+    """Return the next run of a task, from its history; None if it has no past run with a deadline.
 
-    The deadline is that of the last run: its author's choice, not chance.
+    The deadline is that of the last run, because it is chosen by the author and not random.
     """
     seen = [run for run in history if run.came and run.deadline_after_s > 0.0 and run.steps > 0.0]
     if not seen:
@@ -168,7 +169,7 @@ def expect(
 
 
 class Calendar:
-    """The expected runs that a scheduler knows of."""
+    """The expected runs that a scheduler knows."""
 
     def __init__(self, policy: CalendarPolicy | None = None) -> None:
         self.policy = policy or CalendarPolicy()
@@ -176,17 +177,17 @@ class Calendar:
         self._expiry: dict[str, float] = {}
 
     def expect(self, run: ExpectedRun) -> None:
-        """Add a run, or replace what was expected under its id."""
+        """Add a run, or replace the one expected under its id."""
         self.runs[run.run_id] = run
         self._expiry[run.run_id] = run.forgotten_s(self.policy)
 
     def forget(self, run_id: str) -> bool:
-        """Release a run; whether it was known."""
+        """Release a run. Return whether it was known."""
         self._expiry.pop(run_id, None)
         return self.runs.pop(run_id, None) is not None
 
     def expire(self, now: float) -> list[ExpectedRun]:
-        """Release the runs that are so late that they are taken not to come."""
+        """Release and return the runs that are so late that they are assumed not to come."""
         first = self.next_expiry()
         if first is None or first > now:
             return []
@@ -196,7 +197,7 @@ class Calendar:
         return gone
 
     def take(self, task: str, now: float) -> ExpectedRun | None:
-        """The expected run that a submission of ``task`` at ``now`` is; it is expected no more."""
+        """Remove and return the expected run that a submission of ``task`` at ``now`` matches, if any."""
         due = [run for run in self.runs.values() if run.task == task and run.due_s - self.policy.early_s <= now]
         if not task or not due:
             return None
@@ -205,5 +206,5 @@ class Calendar:
         return run
 
     def next_expiry(self) -> float | None:
-        """When the next run is released if it does not come."""
+        """Return the time at which the next run is released if it does not come."""
         return min(self._expiry.values(), default=None)

@@ -1,8 +1,7 @@
-"""The values the scheduler reasons about: jobs, nodes, scaling curves, plans, placements.
+"""The values that the scheduler works with: jobs, nodes, scaling curves, plans, placements.
 
-Everything here is immutable and knows no clock, disk, network or thread. Times are UTC seconds as
-floats; durations are seconds and end in ``_s``; work is counted in optimizer steps at the job's
-global batch size.
+Everything here is immutable and knows no clock, disk, network or thread. Times are UTC seconds as floats; durations are
+seconds and end in ``_s``; work is counted in optimizer steps at the job's global batch size.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ class Slot(NamedTuple):
     """One place where one worker can run: a GPU, or a share of CPU cores, of a node."""
 
     node_id: str
-    index: int  # type: ignore[assignment]  # hides tuple.index(), which nobody needs of a slot
+    index: int  # type: ignore[assignment]  # hides tuple.index(), which slots do not need
 
     @property
     def name(self) -> str:
-        """As messages name it: ``node:index``."""
+        """The name used in messages: ``node:index``."""
         return f"{self.node_id}:{self.index}"
 
 
@@ -29,10 +28,10 @@ class Slot(NamedTuple):
 class Node:
     """A machine (or a virtual one) with ``slots`` equal slots.
 
-    ``busy`` are slot indices that somebody else holds and that must not be used.
-    ``draining_until_s`` is the time at which the node goes away, if it is known. ``avoided`` are slots (index) on which
-    nothing may be planned before a time: a worker was slow there, and whoever holds one is moved. ``gpu_type`` names
-    what its slots are, where a cluster has several kinds; no gang stands on two.
+    ``busy`` are indices of slots that others hold and that must not be used. ``draining_until_s`` is the time at which
+    the node leaves, if known. ``avoided`` maps slot indices to the time before which nothing may be planned on them: a
+    worker was slow there, and a gang that holds such a slot is moved. ``gpu_type`` names the type of its slots in a
+    cluster with several types; no gang spans two types.
     """
 
     node_id: str
@@ -51,8 +50,8 @@ class Node:
 class ScalingCurve:
     """Measured speed by number of workers (a power of two each), in steps/s at the global batch size.
 
-    Algorithms plan with :meth:`usable`: made non-decreasing and capped at the knee, never inventing
-    a speed nobody measured (ElasticFlow, ASPLOS 2023, section 4.1, without the concavity assumption).
+    Algorithms plan with :meth:`usable`: made non-decreasing and capped at the knee, without inventing speeds that were
+    not measured (ElasticFlow, ASPLOS 2023, section 4.1, without the concavity assumption).
     """
 
     steps_per_s: Mapping[int, float]
@@ -68,7 +67,7 @@ class ScalingCurve:
         object.__setattr__(self, "steps_per_s", dict(sorted(self.steps_per_s.items())))
 
     def usable(self, min_workers: int, max_workers: int) -> dict[int, float]:
-        """Sizes worth running between the two limits, in order, each strictly faster than the one before."""
+        """Return the sizes worth running between the two limits, in order, each strictly faster than the one before."""
         best = 0.0
         usable: dict[int, float] = {}
         for workers, speed in self.steps_per_s.items():
@@ -78,7 +77,7 @@ class ScalingCurve:
 
 
 class SpeedWindow(NamedTuple):
-    """The mean speed that was reported in a window of time, in steps/s, and as how many windows it counts."""
+    """The mean speed reported in a time window, in steps/s, and the number of windows that it counts as."""
 
     since_s: float
     steps_per_s: float
@@ -89,8 +88,8 @@ class SpeedWindow(NamedTuple):
 class BatchChoice:
     """For a job whose global batch size may be chosen: ``batch_size`` is its own, ``curves`` the speeds by batch size.
 
-    ``noise_scale`` is that of its gradients, in samples: the batch from which on larger ones pay little (Pollux, OSDI
-    2021, section 3.1).
+    ``noise_scale`` is the gradient noise scale, in samples: the batch size beyond which larger ones gain little
+    (Pollux, OSDI 2021, section 3.1).
     """
 
     batch_size: int
@@ -106,12 +105,12 @@ class BatchChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescaleCosts:
-    """What is lost around training, in seconds; measured per recurring task.
+    """The time lost around training, in seconds; measured per recurring task.
 
-    ``startup_s``: from the order to start a gang that has none to its first step.
-    ``pause_s``: no progress, at every change of a running gang's slots (resize or migration).
-    ``join_s``: how long a running gang goes on at its old speed before that, as new workers have to start first.
-    ``tail_s``: from the last step to the moment Airflow may use the result (final save, evaluation, wake-up).
+    ``startup_s``: from the order to start a job's gang to its first step.
+    ``pause_s``: time without progress at every change of a running gang's slots (resize or migration).
+    ``join_s``: how long a running gang continues at its old speed before that, while new workers start.
+    ``tail_s``: from the last step until Airflow may use the result (final save, evaluation, wake-up).
     """
 
     startup_s: float = 0.0
@@ -121,7 +120,7 @@ class RescaleCosts:
 
 
 class OnReject(StrEnum):
-    """What the submitter wants when a deadline cannot be promised."""
+    """What the submitter wants to happen when the deadline cannot be promised."""
 
     FAIL = "fail"
     BEST_EFFORT = "best_effort"
@@ -129,11 +128,11 @@ class OnReject(StrEnum):
     RENEGOTIATE = "renegotiate"
     """Accept the earliest deadline that can be promised up to ``latest_deadline_s``, for the same value."""
     LATE = "late"
-    """The deadline is soft: likewise, for a value that falls evenly to nothing at ``latest_deadline_s``."""
+    """The deadline is soft: as above, but the value falls linearly to zero at ``latest_deadline_s``."""
 
     @property
     def takes_later(self) -> bool:
-        """Whether a later deadline will do, up to ``latest_deadline_s``."""
+        """Whether a later deadline is acceptable, up to ``latest_deadline_s``."""
         return self in (OnReject.RENEGOTIATE, OnReject.LATE)
 
 
@@ -141,9 +140,9 @@ class OnReject(StrEnum):
 class Job:
     """One training job as its submitter describes it.
 
-    ``deadline_s`` is None for a best-effort job. ``total_steps`` is None while the length is not known
-    (best effort without a length; or until profiling reports it). ``curve`` is None until it is measured:
-    the scheduler then profiles the job before it decides.
+    ``deadline_s`` is None for a best-effort job. ``total_steps`` is None while the length is not known (best effort
+    without a length, or until profiling reports it). ``curve`` is None until it is measured: the scheduler then
+    profiles the job before it decides.
     """
 
     job_id: str
@@ -158,42 +157,42 @@ class Job:
     on_reject: OnReject = OnReject.FAIL
     latest_deadline_s: float | None = None
     asked_deadline_s: float | None = None
-    """The deadline that it came with, when ``deadline_s`` is a later one that could be promised."""
+    """The deadline originally requested, if ``deadline_s`` is a later one that could be promised."""
     profile: bool = True
     """False: never profile (a plain script that reports nothing); it then runs as best effort at ``min_workers``."""
     explore: bool = True
-    """False: never try a size that ``curve`` does not name (the user gave the curve, and means it)."""
+    """False: never try a size that is not in ``curve`` (the user specified the curve)."""
     partial: bool = False
-    """True: ``curve`` is what was measured so far. It may admit; it refuses only when the sizes that it lacks have been
-    measured, too, or could not help any more."""
+    """True: ``curve`` holds only the sizes measured so far. It suffices to admit the job, but the job is refused only
+    after the missing sizes have been measured, too, or could not help any more."""
     task: str = ""
-    """The recurring task that it is a run of, by which the calendar knows it; empty: none."""
+    """The recurring task that this is a run of, under which the calendar lists it; empty: none."""
     requested_workers: int | None = None
-    """What a fixed-size request would ask for; only policies that do not choose sizes themselves look at it."""
+    """Size of a fixed-size request; used only by policies that do not choose sizes themselves."""
     curves: Mapping[str, ScalingCurve] = field(default_factory=dict)
-    """Speed by ``Node.gpu_type``, if that is known; ``curve`` is then one that every type keeps (the slowest)."""
+    """Speed by ``Node.gpu_type``, if known; ``curve`` is then one that every type reaches (the slowest)."""
     batches: BatchChoice | None = None
-    """None: the batch size stays what it is. Steps are always counted at the job's own."""
+    """None: the batch size is fixed. Steps are always counted at the job's own batch size."""
     workload: str = ""
-    """What it trains, as a table of jobs that share GPUs names it."""
+    """What it trains, as named in a table of jobs that share GPUs."""
     speed_sigma: float | None = None
-    """How wrong ``curve`` may be by what past runs of its task have shown: the sigma of a log-normal factor per size.
-    None: nobody knows."""
+    """Error of ``curve`` as observed in past runs of its task: the sigma of a log-normal factor per size.
+    None: unknown."""
     speed_sigmas: Mapping[int, float] = field(default_factory=dict)
-    """The same at those sizes of which past runs have shown it."""
+    """The same by size, for sizes whose error was observed in past runs."""
 
     @property
     def last_deadline_s(self) -> float | None:
-        """The latest end that is still worth something: later than ``deadline_s`` where another may be accepted."""
+        """The latest end that still has value: later than ``deadline_s`` if a later deadline is acceptable."""
         soft = self.on_reject.takes_later and self.latest_deadline_s is not None
         return self.latest_deadline_s if soft and self.deadline_s is not None else self.deadline_s
 
     def value_at(self, end_s: float) -> float:
-        """What the job is worth when it ends at ``end_s``: all of ``value``, or a part where its deadline is soft."""
+        """Return the job's value if it ends at ``end_s``: all of ``value``, or less after a soft deadline."""
         return self.value * self.part_at(end_s)
 
     def part_at(self, end_s: float) -> float:
-        """Part of its value (0 to 1) that is left at ``end_s``: less than all after a soft deadline."""
+        """Return the fraction of its value (0 to 1) that is left at ``end_s``: below 1 after a soft deadline."""
         soft_s = self.deadline_s if self.asked_deadline_s is None else self.asked_deadline_s
         if self.on_reject is not OnReject.LATE or soft_s is None or self.latest_deadline_s is None or end_s <= soft_s:
             return 1.0
@@ -203,35 +202,35 @@ class Job:
 
 
 class Phase(StrEnum):
-    """Where a job stands in the eyes of the scheduler (the service's states are finer)."""
+    """The state of a job as the scheduler sees it (the service's states are finer)."""
 
     PROFILING = "profiling"
-    """Its curve is being measured, or it waits for slots on which to measure it."""
+    """Its curve is being measured, or it waits for slots to measure it on."""
     WAITING = "waiting"
-    """Not promised yet; asked for ``on_reject="wait"``."""
+    """Not promised yet; submitted with ``on_reject="wait"``."""
     ADMITTED = "admitted"
-    """Promised by its deadline, or best effort."""
+    """Its deadline is promised, or it is best effort."""
     PARKED = "parked"
-    """Its owner is away (lease run out): holds nothing, competes for nothing."""
+    """It has no owner (its lease ran out): it holds no slots and competes for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slots of a gang, in rank order. Empty: the job holds nothing."""
+    """The slots of a gang, in rank order. Empty: the job holds no slots."""
 
     slots: tuple[Slot, ...] = ()
 
     @property
     def workers(self) -> int:
-        """Number of workers, one a slot."""
+        """Number of workers, one per slot."""
         return len(self.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSegment:
-    """Hold ``workers`` slots from ``start_s`` until ``end_s``, of which the first ``lost_s`` make no progress.
+    """Hold ``workers`` slots from ``start_s`` until ``end_s``; the first ``lost_s`` seconds make no progress.
 
-    Where a gang grows, what it lacks of its new speed until its new workers have joined counts as lost, too.
+    If a gang grows, the progress that it lacks at its new speed until its new workers have joined counts as lost, too.
     """
 
     start_s: float
@@ -242,7 +241,7 @@ class PlanSegment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a job gets from now to its end; the proof that comes with a promise.
+    """The course of a job from now to its end; the proof of a promise.
 
     ``finish_s`` is the end of the last step; ``promised_s`` adds the tail and is compared with the deadline.
     """
@@ -264,11 +263,11 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """All that the scheduler remembers of one live job: enough to restore it after a crash.
+    """Everything that the scheduler remembers about one live job: enough to restore it after a crash.
 
-    ``remaining_steps`` counts at ``as_of_s``; between reports the scheduler extrapolates with the curve.
-    ``no_progress_until_s`` is the end of the start-up or pause that is under way.
-    ``measured`` are the speeds seen in this run so far, by size (steps/s).
+    ``remaining_steps`` is the number at ``as_of_s``; between reports the scheduler extrapolates with the curve.
+    ``no_progress_until_s`` is the end of the current start-up or pause. ``measured`` has the speeds measured in this
+    run so far, by size (steps/s).
     """
 
     job: Job
@@ -282,30 +281,30 @@ class JobState:
     at_risk: bool = False
     ever_started: bool = False
     starting: bool = False
-    """Whether ``no_progress_until_s`` ends a start-up (which a change of slots would make it pay again)."""
+    """Whether ``no_progress_until_s`` ends a start-up, which a change of slots would restart."""
     joined_s: float = 0.0
-    """When the new workers of its last change have joined, at the latest."""
+    """Latest time at which the new workers of its last change have joined."""
     number: int = 0
     """Order of arrival."""
     promise: int = 0
-    """Order of the promises."""
+    """Order of its promise among all promises."""
     waiting_since_s: float = 0.0
-    """Since when it has had no slots, while it has none."""
+    """Since when it has had no slots, if it has none."""
     parked_from: Phase | None = None
-    """The phase to go back to when its owner is back."""
+    """The phase to return to when it has an owner again."""
     failed_sizes: tuple[int, ...] = ()
     """Sizes that profiling could not measure."""
     profile_until_s: float | None = None
-    """Until when the size that is being profiled may take."""
+    """Time limit of the size that is being profiled."""
     expected_steps: float | None = None
-    """At ``as_of_s``: what a prediction says is left, if there is one; less than ``remaining_steps``."""
+    """Predicted steps left at ``as_of_s``, if there is a prediction; at most ``remaining_steps``."""
     trial: int = 0
-    """The size that is measured before it is promised; 0: none."""
+    """The size to measure before the job is promised; 0: none."""
     foreseen: bool = False
-    """The calendar expected it: it has taken the place of its reservation."""
+    """Whether the calendar expected the job; it has then taken the place of its reservation."""
     reserved: tuple[Reservation, ...] = ()
-    """The stored plan on its very slots: the proof of its promise. Without it a restore has to find a proof anew."""
+    """The stored plan with its exact slots: the proof of its promise. Without it a restore must find a new proof."""
     evidence: Mapping[int, tuple[SpeedWindow, ...]] = field(default_factory=dict)
-    """The windows on which ``measured`` rests; a size that has none was measured for certain."""
+    """The windows that ``measured`` is based on; a size without windows was measured with certainty."""
     told: ScalingCurve | None = None
-    """The curve before anything was measured; ``job.curve`` is what is believed now. None: the same."""
+    """The curve before anything was measured; ``job.curve`` is the current estimate. None: the same."""

@@ -1,6 +1,7 @@
 """One job as the planner sees it at one moment, and the arithmetic of its progress. Pure; knows no other job.
 
-The only place that says what a start, a change of slots and a tail cost; plans, proofs and projections all use it.
+This is the only place that defines the costs of a start, a change of slots and a tail; plans, proofs and projections
+all use it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from elasticflow_airflow.scheduler_core.model.values import Plan, PlanSegment
 
 INFINITY = float("inf")
 TOLERANCE_S = 1e-5
-"""Times closer than this are the same time: UTC seconds as floats are exact to 2.4e-7 only."""
+"""Times closer than this count as equal: UTC seconds as floats are exact to 2.4e-7 only."""
 
 
 class Holding(NamedTuple):
-    """Hold the slots in ``mask`` from ``start_s`` until ``end_s`` (which covers the tail)."""
+    """Hold the slots in ``mask`` from ``start_s`` until ``end_s``, which includes the tail."""
 
     start_s: float
     end_s: float
@@ -26,11 +27,12 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is left of a job, how fast it goes at each size, what changing costs.
+    """The remaining work of a job, its speed at each size, and the costs of changing its slots.
 
-    ``remaining`` counts at ``since_s``, from when on the gang makes (or will make) steps at ``speed_now``;
-    ``starting`` says that ``since_s`` is the end of a start-up, which a change would make it pay again. ``expected``
-    (at ``since_s``, too) is what a prediction says is left, if that is less: it weighs growth, and books nothing.
+    ``remaining`` is the number of steps left at ``since_s``, from which time on the gang makes (or will make) steps at
+    ``speed_now``. ``starting`` means that ``since_s`` is the end of a start-up, which a change would restart.
+    ``expected`` is the predicted number of steps left at ``since_s``, if smaller; it is used to weigh growth, never to
+    book slots.
     """
 
     job_id: str
@@ -48,19 +50,19 @@ class Work:
     limit_s: float
     expected: float = INFINITY
     release_s: float = -INFINITY
-    """It cannot hold slots before; only of work that has not come yet."""
+    """It cannot hold slots before this time; set only for work that has not been submitted yet."""
     join_s: float = 0.0
     joined_s: float = -INFINITY
-    """When the new workers of its last change have joined for sure: until then it may be as slow as before."""
+    """When the new workers of its last change have surely joined; until then its speed may be the old one."""
 
     def left_at(self, now: float) -> float:
-        """Steps left at ``now`` if nothing has changed since ``since_s``."""
+        """Return the steps left at ``now`` if nothing has changed since ``since_s``."""
         if self.size == 0 or now <= self.since_s:
             return self.remaining
         return max(0.0, self.remaining - self.speed_now * (now - self.since_s))
 
     def cost_of_change(self, now: float, size: int | None = None) -> float:
-        """Seconds lost if the slots change at ``now`` to ``size`` other ones (None: at most, whatever the size)."""
+        """Return the seconds lost if the slots change at ``now`` to ``size`` others (None: the most for any size)."""
         if self._begins(now):
             return self.startup_s
         if size is None:
@@ -68,18 +70,18 @@ class Work:
         return self.pause_between(self.size, size, joining=now < self.joined_s)
 
     def standstill_s(self, now: float) -> float:
-        """Seconds without a step if the slots change at ``now``: less than it costs where others have to join first."""
+        """Return the seconds without a step if the slots change at ``now``: below the cost if workers must join."""
         return self.startup_s if self._begins(now) else self.pause_s
 
     def _begins(self, now: float) -> bool:
         return self.size == 0 or (self.starting and self.since_s > now + TOLERANCE_S)
 
     def pause_between(self, before: int, after: int, *, joining: bool = False) -> float:
-        """Seconds that a running gang loses, counted at its new speed, when its slots change.
+        """Return the seconds that a running gang loses, counted at its new speed, when its slots change.
 
-        It stands still for ``pause_s``. Before that it lacks, while new workers start, what it would gain by them: it
-        goes on at its old speed. Who gets no faster, by shrinking or by moving, lacks nothing. ``joining``: it may not
-        have come to the size ``before`` yet, so that its speed is at least its slowest.
+        The gang stands still for ``pause_s``. Before that, while new workers start, it continues at its old speed and
+        so loses the difference to its new speed. A gang that gets no faster, by shrinking or migrating, does not lose
+        this. ``joining``: the gang may not have reached the size ``before`` yet, so its slowest speed is assumed.
         """
         if self.join_s == 0.0 or not self.sizes:
             return self.pause_s
@@ -88,22 +90,22 @@ class Work:
 
     @property
     def longest_pause_s(self) -> float:
-        """What a running gang loses at most by a change of its slots."""
+        """The most seconds that a running gang loses by a change of its slots."""
         return self.pause_between(self.sizes[0], self.sizes[-1]) if self.sizes else self.pause_s
 
     def joined_after(self, start_s: float) -> float:
-        """When the new workers have joined, at the latest, of a change that begins at ``start_s``."""
+        """Return the latest time at which the new workers of a change that begins at ``start_s`` have joined."""
         return start_s + self.join_s + self.pause_s if self.join_s else -INFINITY
 
     def speed(self, size: int) -> float:
-        """Planned steps/s with ``size`` workers: the fastest measured size that is not larger (0: none)."""
+        """Return the planned steps/s with ``size`` workers: the best of the known sizes up to it (0: none)."""
         known = self.speeds.get(size)
         if known is not None:
             return known
         return max((self.speeds[s] for s in self.sizes if s <= size), default=0.0)
 
     def soonest_s(self, now: float) -> float:
-        """When the result can be there if all of the cluster is its own from ``now`` on."""
+        """Return the earliest time of the result if the job has the whole cluster from ``now`` on."""
         soonest = INFINITY
         for size in self.sizes:
             if size == self.size:
@@ -113,14 +115,14 @@ class Work:
         return soonest + self.tail_s
 
     def least_time_s(self) -> float:
-        """Seconds from nothing to the result on an empty cluster with the fastest size."""
+        """Return the seconds from the start to the result on an empty cluster with the fastest size."""
         if not self.sizes:
             return INFINITY
         return self.startup_s + self.remaining / self.speeds[self.sizes[-1]] + self.tail_s
 
 
 class Course(NamedTuple):
-    """Concrete holdings of one job with the end they lead to. ``finish_s`` is infinite when they do not suffice."""
+    """Concrete holdings of one job and the resulting end. ``finish_s`` is infinite if they do not suffice."""
 
     holdings: tuple[Holding, ...]
     finish_s: float
@@ -128,7 +130,7 @@ class Course(NamedTuple):
 
 
 def likely_end(work: Work, course: Course, now: float) -> float:
-    """When the last step on a course is expected: its end, or by a prediction an earlier time."""
+    """Return when the last step of a course is expected: its end, or an earlier time if a prediction says so."""
     if work.expected >= work.remaining:
         return course.finish_s
     _, finish = legs_of(replace(work, remaining=work.expected), course.holdings, now)
@@ -136,7 +138,7 @@ def likely_end(work: Work, course: Course, now: float) -> float:
 
 
 class Leg(NamedTuple):
-    """A stretch of one size: no progress before ``ready_s``."""
+    """A period at one size, without progress before ``ready_s``."""
 
     start_s: float
     end_s: float
@@ -145,7 +147,7 @@ class Leg(NamedTuple):
 
 
 def legs_of(work: Work, holdings: Sequence[Holding], now: float) -> tuple[list[Leg], float]:
-    """Walk through ``holdings``: the legs, every start-up and pause paid, and the time of the last step."""
+    """Return the legs of ``holdings``, with every start-up and pause paid, and the time of the last step."""
     legs: list[Leg] = []
     mask, ready, starting, left = work.mask, work.since_s, work.starting, work.remaining
     end_before, first, joined = now, True, work.joined_s
@@ -178,7 +180,7 @@ def legs_of(work: Work, holdings: Sequence[Holding], now: float) -> tuple[list[L
 
 
 def left_after(work: Work, holdings: Sequence[Holding], now: float) -> float:
-    """Steps that are left when ``holdings`` are over."""
+    """Return the steps left at the end of ``holdings``."""
     legs, finish = legs_of(work, holdings, now)
     if finish < INFINITY or not legs:
         return 0.0 if finish < INFINITY else work.left_at(now)
@@ -188,7 +190,7 @@ def left_after(work: Work, holdings: Sequence[Holding], now: float) -> float:
 
 
 def course_of(work: Work, holdings: Sequence[Holding], now: float) -> Course:
-    """Cut ``holdings`` to what the job needs and say when it ends."""
+    """Cut ``holdings`` to what the job needs, and return them with its end."""
     legs, finish = legs_of(work, holdings, now)
     if finish == INFINITY:
         return Course(tuple(holdings), INFINITY, INFINITY)
@@ -201,7 +203,7 @@ def course_of(work: Work, holdings: Sequence[Holding], now: float) -> Course:
 
 
 def plan_of(work: Work, course: Course, now: float) -> Plan:
-    """The public form of a course: segments of training up to the last step."""
+    """Return the public form of a course: training segments up to the last step."""
     legs, _ = legs_of(work, course.holdings, now)
     segments: list[PlanSegment] = []
     for leg in legs:

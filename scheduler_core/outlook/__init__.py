@@ -1,1 +1,1 @@
-"""Questions about the future, decided by nobody: forecasts, and which nodes can go."""
+"""Answers questions about the future and decides nothing: forecasts, and which nodes can be removed."""

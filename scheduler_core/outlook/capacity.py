@@ -1,7 +1,7 @@
-"""Which nodes nobody needs within a horizon, and how many more are wanted: for who makes a cluster smaller or larger.
+"""Which nodes are not needed within a horizon, and how many more are wanted: input for cluster autoscaling.
 
-Nothing is reckoned, everything is tried on copies of a scheduler: nodes are drained and taken away there, further ones
-come, and what became of everybody is looked at. Reports, and changes no cluster.
+Nothing is estimated, everything is tried on copies of a scheduler: nodes are drained, removed or added there, and the
+outcome of every job is checked. Only reports; never changes a cluster.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from elasticflow_airflow.times import duration, moment
 
 
 class Need(StrEnum):
-    """Why somebody wants capacity."""
+    """Why a job or an expected run wants capacity."""
 
     AT_RISK = "at_risk"
-    """Promised, and no longer on course."""
+    """Promised, but no longer on course."""
     MISSED = "missed"
-    """An expected run that would be rejected as things stand."""
+    """An expected run that would be rejected in the current state."""
     WAITING = "waiting"
-    """Asked to wait for capacity."""
+    """Waits for capacity, as its submitter requested."""
     UNMEASURED = "unmeasured"
     """Waits for slots on which its speed can be measured."""
     BEST_EFFORT = "best_effort"
-    """Best effort, and holds nothing."""
+    """Best effort, and holds no slots."""
     REJECTED = "rejected"
-    """Was rejected, and would be again, while its deadline is still ahead."""
+    """Was rejected and would be rejected again, although its deadline is still ahead."""
 
 
 _PHRASES = {
@@ -60,9 +60,9 @@ _PHRASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
-    """Somebody who wants capacity: a job (``job_id``) or an expected run (``run_id``).
+    """A job (``job_id``) or an expected run (``run_id``) that wants capacity.
 
-    ``deadline_s`` (UTC seconds) is None where none is kept.
+    ``deadline_s`` (UTC seconds) is None if there is no deadline to keep.
     """
 
     need: Need
@@ -75,9 +75,9 @@ class Want:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedNodes:
-    """What would do for everybody in ``by``, soonest deadline first: ``nodes`` more, of ``slots_per_node`` each.
+    """The nodes that would satisfy all of ``by`` (soonest deadline first): ``nodes`` of ``slots_per_node`` slots each.
 
-    ``nodes`` is None when no number that was tried would do for all of them; ``reason`` says why.
+    ``nodes`` is None if no number that was tried would satisfy all of them; ``reason`` says why.
     """
 
     by: tuple[Want, ...]
@@ -89,10 +89,10 @@ class WantedNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityOutlook:
-    """What can go, or what is wanted: never both.
+    """The nodes that can be removed, or the nodes that are wanted: never both.
 
-    ``releasable`` nodes can go all together, if they are drained and taken away in this order. ``hopeless`` are those
-    whom no number of further nodes that was tried would help. ``reason`` says all of it in a sentence.
+    ``releasable`` nodes can be removed all together, if they are drained and removed in this order. ``hopeless`` wants
+    cannot be satisfied by any number of additional nodes that was tried. ``reason`` summarizes it in one sentence.
     """
 
     releasable: tuple[UnneededNode, ...]
@@ -102,19 +102,19 @@ class CapacityOutlook:
 
 
 def capacity(scheduler: Scheduler, now: float, until_s: float, wanting: Iterable[Job] = ()) -> CapacityOutlook:
-    """Which nodes nobody needs until ``until_s``, or what is missing. Changes ``scheduler``: give a copy.
+    """Return which nodes are not needed until ``until_s``, or which are missing. Changes ``scheduler``: pass a copy.
 
-    All that is live counts, whatever its deadline, and the runs that are expected by ``until_s``. ``wanting`` were
-    rejected lately: those whose deadline is ahead ask again (best effort, and ids that are live, are left out); who
-    then fits keeps its place, so that nodes that came for it are not released before it is submitted again.
+    All live jobs count, whatever their deadlines, and the runs expected by ``until_s``. ``wanting`` are recently
+    rejected jobs: those whose deadline is ahead are submitted again (best-effort jobs and live ids are left out). A job
+    that then fits keeps its place, so that nodes added for it are not released before it is resubmitted.
 
-    Released may be what leaves every promise and every expected run kept that is kept now, and leaves a worker to
-    everybody who has one: best effort and promises with time to spare may become slower. A node that goes away already,
-    or on which somebody else holds slots, is neither released nor replaced; one node stays for whoever is live.
+    Nodes may be released if every promise and every expected run that is kept now is still kept, and every job that has
+    a worker still has one; best-effort jobs and promises with time to spare may become slower. A node that is draining
+    already, or on which others hold slots, is neither released nor replaced. One node stays while any job is live.
 
-    Cost: a copy and a plan of the expected runs for each number tried: of further nodes, about twice the logarithm of
-    how many are wanted, each asked about by everybody in ``wanting``; of releasable ones, the same for each shape of
-    node. Besides two events for each node tried.
+    Cost: a copy of the scheduler and a plan of the expected runs for each number tried. For additional nodes, about
+    twice the logarithm of the number wanted is tried, each with a submission of all of ``wanting``; for releasable
+    nodes, the same for each shape of node. In addition, two events for each node tried.
     """
     standing = Counter(slot.node_id for state in scheduler.states() for slot in state.placement.slots)
     scheduler.handle(ev.WakeUp(), now)
@@ -150,7 +150,7 @@ def _counted(wants: Iterable[Want]) -> str:
 
 
 def _asking(rejected: Iterable[Job], now: float) -> list[Job]:
-    """Rejected jobs as they would ask again: for their own deadline, and in nobody's place."""
+    """Return rejected jobs as they would be resubmitted: with their own deadline, and in place of no expected run."""
     known = {job.job_id: job for job in rejected}
     ahead = [job for job in known.values() if job.deadline_s is not None and job.deadline_s > now]
     ahead.sort(key=lambda job: (job.deadline_s or INFINITY, job.job_id))
@@ -158,7 +158,7 @@ def _asking(rejected: Iterable[Job], now: float) -> list[Job]:
 
 
 def _too_late(job: Job, now: float) -> str:
-    """Why no cluster can be large enough for a job that asks; empty if one may be."""
+    """Return why no cluster can be large enough for a resubmitted job; empty if one may be."""
     if job.curve is None or job.partial or job.total_steps is None or job.deadline_s is None:
         return ""
     usable = job.curve.usable(job.min_workers, job.max_workers or max(job.curve.steps_per_s))
@@ -178,11 +178,11 @@ def _rejected(job: Job, reason: str) -> Want:
     return Want(need=Need.REJECTED, deadline_s=job.deadline_s, reason=reason, job_id=job.job_id)
 
 
-# -- who wants more ------------------------------------------------------------------------------------------------
+# -- wants ----------------------------------------------------------------------------------------------------------
 
 
 def _wants(scheduler: Scheduler, asking: Sequence[Job], now: float, until_s: float) -> dict[str, Want]:
-    """Everybody who wants capacity, by a name of its own. Has who asks submitted; else changes nothing."""
+    """Return all wants, by unique names. Submits the jobs in ``asking`` and changes nothing else."""
     found: dict[str, Want] = {}
     for job in asking:
         for decision in scheduler.handle(ev.JobSubmitted(job), now):
@@ -205,7 +205,7 @@ def _wants(scheduler: Scheduler, asking: Sequence[Job], now: float, until_s: flo
 
 
 def _need_of(job: LiveJob, now: float) -> tuple[Need, str] | None:
-    """What a live job wants capacity for, and a sentence; None when it has what it needs."""
+    """Return why a live job wants capacity, with a sentence; None if it has what it needs."""
     if job.promised:
         outlook = outlook_of(job)
         return (Need.AT_RISK, outlook.reason) if outlook.outcome is Outcome.AT_RISK else None
@@ -223,7 +223,7 @@ def _need_of(job: LiveJob, now: float) -> tuple[Need, str] | None:
 def _request(
     scheduler: Scheduler, wants: Mapping[str, Want], asking: Sequence[Job], now: float, until_s: float
 ) -> tuple[WantedNodes | None, tuple[Want, ...]]:
-    """What would do for all but the hopeless, and who is hopeless."""
+    """Return the nodes that would satisfy all wants but the hopeless ones, and the hopeless wants."""
     shape = commonest(scheduler.nodes())
     if not wants:
         return None, ()

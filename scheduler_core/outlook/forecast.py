@@ -1,8 +1,8 @@
-"""What will become of everything due by a time, and where something is missed, what is missing: slots, or hours.
+"""Forecasts the outcome of everything due by a time and, for missed deadlines, what is missing: slots or hours.
 
-Works on a copy of a scheduler, which it may change. Jobs that wait for capacity, and then expected runs in the order in
-which they are expected to come, are taken one after another, as admission control would take them, each with a joint
-plan; uncertain ones as if they came.
+Works on a copy of a scheduler, which it may change. Jobs that wait for capacity, and then expected runs in the order of
+their expected arrival, are taken one after another as admission control would take them, each with a joint plan.
+Uncertain runs are treated as if they came.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.times import duration, moment
 
 MOST_NODES = 64
-"""More additional nodes than this are not looked for."""
+"""The largest number of additional nodes that is tried."""
 MOST_OFFERS = 32
-"""Of more that are missed nobody looks for a deadline that would do: each takes several plans."""
+"""For how many missed deadlines a feasible one is searched; each search takes several plans."""
 _PROBES = 8
 
 
 class Outcome(StrEnum):
-    """How one deadline looks."""
+    """The outlook of one deadline."""
 
     KEPT = "kept"
     AT_RISK = "at_risk"
-    """Promised, and no longer on course."""
+    """Promised, but no longer on course."""
     UNDECIDED = "undecided"
-    """Nobody can say yet: it is being measured, or waits though it would fit, since others are worth more."""
+    """Unknown yet: it is being measured, or waits although it would fit, because others are worth more."""
     MISSED = "missed"
-    """Expected, or waits for capacity, and would be rejected as things stand."""
+    """Expected, or waits for capacity, and would be rejected in the current state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """One deadline: of a live job (``job_id``) or of an expected run (``run_id``). Times are UTC seconds.
 
-    ``projected_s``: when it is expected to be done, tail included; None when nobody can say. ``earliest_deadline_s``:
-    of what is missed, the deadline that would do; of a run that is kept by a later deadline, as it allows, that one.
+    ``projected_s`` is the projected end, tail included; None if unknown. ``earliest_deadline_s`` is the earliest
+    feasible deadline of a missed one; for a run that is kept by a later deadline, which it allows, it is that deadline.
     """
 
     outcome: Outcome
@@ -67,8 +67,8 @@ class Outlook:
 class Forecast:
     """The outlook of every deadline, soonest first.
 
-    ``extra_nodes`` more nodes of ``extra_slots`` each would keep them all (0: nothing is missing; None: no number that
-    was tried would do).
+    ``extra_nodes`` more nodes of ``extra_slots`` slots each would keep them all (0: nothing is missing; None: no number
+    that was tried is enough).
     """
 
     outlooks: tuple[Outlook, ...]
@@ -77,13 +77,13 @@ class Forecast:
 
 
 def forecast(scheduler: Scheduler, now: float, until_s: float) -> Forecast:
-    """What will become of everything that is due by ``until_s``. Changes ``scheduler``: give a copy."""
+    """Forecast everything that is due by ``until_s``. Changes ``scheduler``: pass a copy."""
     scheduler.handle(ev.WakeUp(), now)
     found = _outlooks(scheduler, now, until_s)
     shape = commonest(scheduler.nodes())
     if all(map(_is_well, found)) or shape is None:
         return Forecast(outlooks=found)
-    # With each node that joins all who wait would be asked about, one after another.
+    # Otherwise each node that joins would retry the admission of all waiting jobs, one after another.
     waiting = _judged(scheduler.set_waiting_aside(), until_s)
 
     def enough(count: int) -> bool:
@@ -102,7 +102,7 @@ def _is_well(outlook: Outlook) -> bool:
 
 
 def commonest(nodes: Iterable[Node]) -> Node | None:
-    """A node as there are most, of equally many the largest; None without any. Who goes away counts if all do."""
+    """Return a node of the most frequent shape (ties: the largest), if any. Draining nodes count only if all drain."""
     known = list(nodes)
     stay = [node for node in known if node.draining_until_s is None] or known
     shapes = Counter((node.slots, node.gpu_type) for node in stay)
@@ -113,18 +113,18 @@ def commonest(nodes: Iterable[Node]) -> Node | None:
 
 
 def join(scheduler: Scheduler, shape: Node, numbers: Iterable[int], now: float) -> None:
-    """Let further nodes like ``shape`` come; each number makes one."""
+    """Add nodes like ``shape`` to a scheduler, one per number."""
     for event in joining(shape, numbers):
         scheduler.handle(event, now)
 
 
 def joining(shape: Node, numbers: Iterable[int]) -> list[ev.NodeJoined]:
-    """That further nodes like ``shape`` come; each number makes one."""
+    """Return the events that add nodes like ``shape``, one per number."""
     return [ev.NodeJoined(replace(shape, node_id=f"~more{number:04}")) for number in numbers]
 
 
 def fewest(enough: Callable[[int], bool], most: int) -> int | None:
-    """The least number from 1 to ``most`` that is enough, by doubling, then halving; None when none is."""
+    """Return the least number from 1 to ``most`` that is enough, by doubling, then bisection; None if none is."""
     low, high = 0, min(1, most)
     while high == 0 or not enough(high):
         if high >= most:
@@ -146,15 +146,15 @@ def _outlooks(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook
 
 
 def _judged(jobs: Iterable[LiveJob], until_s: float) -> list[LiveJob]:
-    """Jobs with a deadline by then; who fell back to best effort keeps the figure, and has none."""
+    """Return jobs with a deadline by ``until_s``, without those that fell back to best effort and still store one."""
     due = [job for job in jobs if job.job.deadline_s is not None and job.job.deadline_s <= until_s]
     return [job for job in due if not job.best_effort]
 
 
 def missed_runs(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlook, ...]:
-    """The runs expected by ``until_s`` that would be missed, without what would do for them. Changes nothing.
+    """Return the runs expected by ``until_s`` that would be missed, without feasible deadlines. Changes nothing.
 
-    One joint plan where it keeps them all, else one for each run.
+    Needs one joint plan if it keeps them all, else one for each run.
     """
     planner, _, policy = scheduler.open_books(now)
     runs, expecting = _due(scheduler, until_s), _Expecting(planner, policy, offers=0)
@@ -164,26 +164,26 @@ def missed_runs(scheduler: Scheduler, now: float, until_s: float) -> tuple[Outlo
 
 
 def keeps_runs(scheduler: Scheduler, now: float, run_ids: Container[str]) -> bool:
-    """Whether one joint plan keeps all these expected runs, and every promise. Changes nothing."""
+    """Return whether one joint plan keeps all these expected runs and every promise. Changes nothing."""
     planner, _, policy = scheduler.open_books(now)
     runs = [run for run in _due(scheduler, INFINITY) if run.run_id in run_ids]
     return _Expecting(planner, policy).all_fit(runs)
 
 
 def _due(scheduler: Scheduler, until_s: float) -> list[ExpectedRun]:
-    """Expected runs in the order in which they are likely to come."""
+    """Return expected runs in the order of their likely arrival."""
     runs = [run for run in scheduler.expected_runs() if run.due_s <= until_s]
     return sorted(runs, key=lambda run: (run.due_s + run.lateness.quantile(0.5), run.run_id))
 
 
 def outlook_of(job: LiveJob) -> Outlook:
-    """How the deadline of a live job looks by the stored plan.
+    """Return the outlook of a live job's deadline by the stored plan.
 
     Raises:
         ValueError: the job is best effort.
     """
     deadline = job.job.deadline_s
-    assert deadline is not None  # the caller looked
+    assert deadline is not None  # checked by the caller
     course = job.course
     projected = course.promised_s if course is not None and course.promised_s < INFINITY else None
     if job.best_effort:
@@ -214,16 +214,16 @@ def outlook_of(job: LiveJob) -> Outlook:
 
 
 class _Expecting:
-    """Takes jobs that wait and expected runs in turn, each beside the promises and those taken before it."""
+    """Takes waiting jobs and expected runs in turn, each beside the promises and those taken before it."""
 
     def __init__(self, planner: Planner, policy: CalendarPolicy, *, offers: int = MOST_OFFERS) -> None:
-        """``offers``: for how many of those missed a deadline that would do is looked for: each takes several plans."""
+        """``offers``: for how many missed ones a feasible deadline is searched; each search takes several plans."""
         self.planner, self.policy, self.offers = planner, policy, offers
         self.taken: list[Work] = []
         self.ends: dict[str, float] = {}
 
     def outlooks(self, runs: Sequence[ExpectedRun], waiting: Sequence[LiveJob] = ()) -> list[Outlook]:
-        """One for each job that waits, and then for each run; projections are those of the last joint plan."""
+        """Return one for each waiting job, then for each run; projections are those of the last joint plan."""
         found = list(self.each(runs, waiting))
         return [
             replace(one, projected_s=self.ends.get(one.job_id or stand_in_id(one.run_id)))
@@ -233,12 +233,12 @@ class _Expecting:
         ]
 
     def each(self, runs: Sequence[ExpectedRun], waiting: Sequence[LiveJob]) -> Iterator[Outlook]:
-        """The same one after another, without projections."""
+        """Yield the same one after another, without projections."""
         yield from (self._admit(job) for job in waiting)
         yield from (self._take(run) for run in runs)
 
     def all_fit(self, runs: Sequence[ExpectedRun]) -> bool:
-        """Whether one joint plan keeps them all: the one with which :meth:`outlooks` would end if it kept them."""
+        """Return whether one joint plan keeps them all: the final plan of :meth:`outlooks` if it kept them."""
         works = [work for work in (self._work(run) for run in runs) if work is not None]
         return len(works) == len(runs) and self._fit(works)
 
@@ -247,9 +247,9 @@ class _Expecting:
         return stand_in(run, planner.layout, planner.config, planner.now, parts, self.policy.unseen)
 
     def _admit(self, job: LiveJob) -> Outlook:
-        """A job that waits for capacity."""
+        """Return the outlook of a job that waits for capacity."""
         planner, deadline = self.planner, job.job.deadline_s
-        assert deadline is not None  # the caller looked
+        assert deadline is not None  # checked by the caller
         outlook = Outlook(outcome=Outcome.KEPT, deadline_s=deadline, reason="", job_id=job.job_id, task=job.job.task)
         work = job.work(planner.layout, planner.config)
         work = replace(work, limit_s=deadline - planner.config.deadline_margin_s)
@@ -270,7 +270,7 @@ class _Expecting:
         return replace(outlook, outcome=Outcome.MISSED, reason=reason, earliest_deadline_s=earliest)
 
     def _others(self) -> str:
-        """Whom there is no room beside."""
+        """Return words for the jobs and runs that it does not fit beside."""
         jobs = sum(1 for job in self.planner.jobs if job.promised)
         said = f"{jobs} promised {'job' if jobs == 1 else 'jobs'}"
         more = len(self.taken)
@@ -317,7 +317,7 @@ class _Expecting:
         return self._later(run, replace(outlook, outcome=Outcome.MISSED, reason=reason), work, work.limit_s)
 
     def _later(self, run: ExpectedRun, missed: Outlook, work: Work, low: float) -> Outlook:
-        """What is missed, with the deadline that would do: kept by that one, where the run allows it."""
+        """Return the missed outlook with its earliest feasible deadline; kept by that deadline if the run allows it."""
         earliest, margin = self._earliest(work, low), self.planner.config.deadline_margin_s
         missed = replace(missed, earliest_deadline_s=earliest)
         if run.latest_s is None:
@@ -331,7 +331,7 @@ class _Expecting:
         return replace(missed, outcome=Outcome.KEPT, earliest_deadline_s=agreed, reason=reason)
 
     def _fits(self, work: Work) -> bool:
-        """Whether a joint plan with everything taken so far keeps all limits; remembers the ends that it gives."""
+        """Return whether a joint plan with everything taken so far keeps all limits; remembers the ends in it."""
         return self._fit([*self.taken, work])
 
     def _fit(self, works: Sequence[Work]) -> bool:
@@ -349,7 +349,7 @@ class _Expecting:
         return True
 
     def _earliest(self, work: Work, low: float) -> float | None:
-        """The earliest deadline that would do, by bisection; None if no free time was found for it at all."""
+        """Return the earliest feasible deadline, by bisection; None if no free time was found for it at all."""
         if not self.offers:
             return None
         self.offers -= 1

@@ -1,6 +1,6 @@
-"""Which nodes can go without anybody losing what they have: tried with the very events of draining and removing them.
+"""Which nodes can be removed without a loss for any job: tried with the actual events that drain and remove them.
 
-Works on copies of a scheduler. Who wants more is decided elsewhere (:mod:`capacity`).
+Works on copies of a scheduler. Wants for more capacity are found elsewhere (:mod:`capacity`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.times import moment
 
 _LATER_S = 1.0
-"""Who is late anyway may not become later by more than this when nodes are released."""
+"""A job that is late already may not become later by more than this when nodes are released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnneededNode:
-    """A node that nobody needs. ``idle``: nobody stands on it now; else who does moves when it is drained."""
+    """A node that is not needed. ``idle``: no gang holds slots on it; else those gangs migrate when it is drained."""
 
     node_id: str
     slots: int
@@ -32,48 +32,48 @@ class UnneededNode:
 
 
 def stands(job: LiveJob, now: float) -> bool:
-    """Whether it has slots, or gets them as soon as who should have left them leaves."""
+    """Return whether it has slots, or gets them as soon as their overdue holder leaves."""
     return bool(job.mask or mask_at(job.course, now))
 
 
 def least_workers(job: LiveJob) -> int:
-    """Slots of its smallest gang."""
+    """Return the number of slots of its smallest gang."""
     return 1 << max(0, job.job.min_workers - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """What a live job has and must not lose."""
+    """What a live job has now and must not lose."""
 
     kept: bool
     """Promised and on course."""
     late_s: float | None
-    """When it is done by its plan, if it is promised and late."""
+    """Its planned end, if it is promised and late."""
     stands: bool
     least: int
     """Slots of its smallest gang."""
 
 
 class Releasing:
-    """The search for nodes that can go, on copies of ``scheduler``."""
+    """The search for removable nodes, on copies of ``scheduler``."""
 
     def __init__(self, scheduler: Scheduler, now: float, until_s: float) -> None:
         self.now, self.until_s = now, until_s
         for state in scheduler.states():
-            if state.phase is Phase.PARKED:  # its owner may be back at any time
+            if state.phase is Phase.PARKED:  # its owner may return at any time
                 scheduler.handle(ev.JobUnparked(state.job.job_id), now)
         missed = {run.run_id for run in missed_runs(scheduler, now, until_s)}
         self.runs = {run.run_id for run in scheduler.expected_runs() if run.due_s <= until_s} - missed
         self.busy = bool(missed or self.runs or scheduler.states())
         self.before, self.largest = self._standings(scheduler)
         self.good, self.gone = scheduler, 0
-        """The smallest cluster that was proven to do, and how many nodes are gone there."""
+        """The smallest cluster proven to be sufficient, and how many nodes have been removed from it."""
 
     def search(self, standing: Mapping[str, int]) -> list[UnneededNode]:
-        """The nodes that can go, in order; ``standing`` is how many slots of each node are held now.
+        """Return the removable nodes, in order; ``standing`` is the number of held slots of each node.
 
-        Whoever is idle first, then who holds least. A node that cannot go speaks for all later ones of its shape: who
-        stands there would only have to move besides.
+        Idle nodes come first, then those with the fewest held slots. If a node cannot be removed, neither can later
+        nodes of its shape, because their gangs would have to migrate in addition.
         """
         rest = [node for node in self.good.nodes() if node.draining_until_s is None and not node.busy]
         rest.sort(key=lambda node: (standing.get(node.node_id, 0), node.node_id))
@@ -92,7 +92,7 @@ class Releasing:
         return [self._tell(node, standing.get(node.node_id, 0)) for node in found]
 
     def _first_bad(self, order: Sequence[Node], gone: int, room: int) -> int | None:
-        """With how many after the first ``gone`` of ``order`` it does not do any more; None: never."""
+        """Return the least number of nodes after the first ``gone`` of ``order`` that is too many; None: none is."""
         return fewest(lambda count: not self._can_go(order[: gone + count]), room)
 
     def _tell(self, node: Node, held: int) -> UnneededNode:
@@ -106,13 +106,13 @@ class Releasing:
         return UnneededNode(node_id=node.node_id, slots=node.slots, idle=not held, reason=reason)
 
     def _can_go(self, nodes: Sequence[Node]) -> bool:
-        """Whether all these can: drained, then taken away, one after the other. They begin with those that are gone."""
+        """Return whether all ``nodes`` can be drained and removed in turn. They begin with those removed already."""
         twin = self.good.twin()
         for node in nodes[self.gone :]:
             twin.handle(ev.NodeDraining(node.node_id, self.now), self.now)
             if any(slot.node_id == node.node_id for state in twin.states() for slot in state.placement.slots):
                 return False
-            if not self._still(twin):  # what the next event would mend has stopped somebody, and alarmed people
+            if not self._still(twin):  # the next event may repair it, but a job was stopped and people alarmed
                 return False
             twin.handle(ev.NodeLost(node.node_id), self.now)
         if not self._still(twin) or not keeps_runs(twin, self.now, self.runs):
@@ -121,7 +121,7 @@ class Releasing:
         return True
 
     def _still(self, twin: Scheduler) -> bool:
-        """Whether everybody who is live has what they had."""
+        """Return whether every live job still has what it had."""
         after, largest = self._standings(twin)
         for job_id, was in self.before.items():
             now = after.get(job_id)
@@ -134,7 +134,7 @@ class Releasing:
         return True
 
     def _standings(self, scheduler: Scheduler) -> tuple[dict[str, _Standing], int]:
-        """Of everybody who is live; and the largest block of slots that the cluster has."""
+        """Return the standing of every live job, and the size of the cluster's largest block of slots."""
         planner, jobs, _ = scheduler.open_books(self.now)
         found = {}
         for job in jobs:

@@ -1,1 +1,1 @@
-"""Who is admitted, and who gets how many slots when: from minimum shares to plans that prove themselves."""
+"""Admission and allocation of slots over time: from minimum shares to plans that are their own proof."""

@@ -1,8 +1,8 @@
 """Admission control: one newcomer at a time, admitted only with a joint plan that proves every promise.
 
-ElasticFlow, ASPLOS 2023, section 4.1. A job that is at risk already does not veto newcomers. When filling in deadline
-order fails, other placements in time and other orders are tried; a rejection offers the earliest deadline that this
-same procedure admits at this moment.
+See ElasticFlow, ASPLOS 2023, section 4.1. A job that is at risk already does not block newcomers. If filling in
+deadline order fails, other placements in time and other orders are tried. A rejection offers the earliest deadline that
+the same procedure admits at this moment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DOUBLINGS = 6
 
 @dataclass(slots=True)
 class AdmissionVerdict:
-    """The outcome: a draft that includes the newcomer (``anew``: only promises are in it), or why not."""
+    """The outcome: a draft with the newcomer (``anew``: it holds only promises), or the reason for a refusal."""
 
     draft: Draft | None
     anew: bool
@@ -39,7 +39,7 @@ class AdmissionVerdict:
 
 
 def no_block(job: Job, layout: Layout, now: float) -> str:
-    """Say of a job that fits no block of the cluster what it needs, and what there is."""
+    """Return a sentence for a job that fits no block of the cluster: what it needs, and what exists."""
     largest = layout.largest(layout.usable_at(now))
     known = f", its speed is known at {sorted(job.curve.steps_per_s)}" if job.curve is not None else ""
     return (
@@ -55,17 +55,17 @@ class AdmissionControl:
     def __init__(
         self, planner: Planner, newcomer: LiveJob, protection: Protection | None = None, *, thorough: bool = True
     ) -> None:
-        """``thorough``: also other orders, and when refused the reason and an offer; else quickly yes or no."""
+        """``thorough``: try other orders, too, and give a reason and an offer if refused; else a quick yes or no."""
         self.planner = planner
         self.job = newcomer
         self.protection = protection
         self.thorough = thorough
         self.priced_out = False
-        """Whether the last try failed by what is kept free for others, whatever else there is."""
+        """Whether the last try failed because of what is kept free for others, regardless of other capacity."""
         self.stored = planner.reserve(planner.stored())
         self.stored.drop(newcomer.job_id)
         self.room = beside(self.stored, planner.expected) if planner.expected else self.stored
-        """The stored plan with the expected runs beside it; None when they do not all fit there."""
+        """The stored plan with the expected runs beside it; None if they do not all fit there."""
         self.base_known = False
         self.base: Draft | None = None
 
@@ -90,7 +90,7 @@ class AdmissionControl:
         return AdmissionVerdict(None, False, reason, self._earliest(work))
 
     def _effort(self, tries: int) -> int:
-        """Bound tries by how much each costs, so that a decision among many jobs stays quick."""
+        """Limit the number of tries by their cost, so that decisions stay fast with many jobs."""
         return min(tries, max(2, self.planner.config.rescue_effort // (len(self.planner.jobs) + 1))) if tries else 0
 
     def _impossible(self, work: Work) -> str | None:
@@ -105,7 +105,7 @@ class AdmissionControl:
         return None
 
     def _base_draft(self) -> Draft | None:
-        """The other promises planned afresh, when they alone can be."""
+        """Return a fresh plan of the other promises; None if even they cannot be proven without the newcomer."""
         if not self.base_known:
             self.base_known = True
             self.base = self.planner.fresh(guarded=True)
@@ -134,7 +134,7 @@ class AdmissionControl:
             course = share_later(base, newcomer, limit)
             if course is not None:
                 return self.planner.unguarded(self._with(base, course)), True
-        # Not before the others: what they find is often less, and leaves the rest of it to somebody else.
+        # Tried late, because the other ways often find a smaller share and leave the rest of the reservation to others.
         if (found := self._as_reserved(newcomer, limit)) is not None:
             return found
         if rescue:
@@ -144,7 +144,7 @@ class AdmissionControl:
         return None
 
     def _as_reserved(self, work: Work, limit: float) -> tuple[Draft, bool] | None:
-        """What was kept free for the job before it came, where that still does."""
+        """Return a draft with the slots reserved for the job before it was submitted, if they still suffice."""
         kept, now = self.job.reservation, self.planner.now
         if kept is None:
             return None
@@ -158,9 +158,10 @@ class AdmissionControl:
         return (self._with(self.stored, course), False) if free and course.promised_s <= limit + TOLERANCE_S else None
 
     def _leaves_room(self, work: Work, limit: float) -> bool:
-        """Whether it finds a share beside what cheaper arrivals are expected to use (always, if first come).
+        """Return whether it fits beside the expected use of cheaper arrivals (always with first-come admission).
 
-        Beside them as they are expected, or, as they may come at other times, by slot-seconds until the limit.
+        It is enough to fit beside the arrivals at their expected times or, because they may come at other times, by
+        slot-seconds until the limit.
         """
         if self.protection is None:
             return True
@@ -181,7 +182,7 @@ class AdmissionControl:
         return minimum_share(left, work, planner.now) is not None
 
     def _worth(self, limit: float) -> float:
-        """The newcomer's value when it is promised for ``limit``."""
+        """Return the newcomer's value if it is promised for ``limit``."""
         return self.job.job.value_at(limit + self.planner.config.deadline_margin_s)
 
     def _with(self, draft: Draft, course: Course) -> Draft:
@@ -190,11 +191,11 @@ class AdmissionControl:
         return twin
 
     def _least(self, work: Work) -> float:
-        """Seconds to the promise with all the cluster to itself."""
+        """Return the seconds until its result if it had the whole cluster."""
         return work.soonest_s(self.planner.now) - self.planner.now
 
     def _earliest(self, work: Work) -> float | None:
-        """The earliest deadline that would be admitted now, by bisection between hopeless and surely possible."""
+        """Return the earliest deadline that would be admitted now, by bisection from impossible to surely possible."""
         config, now = self.planner.config, self.planner.now
         certain = INFINITY
         for draft in (self.room, self._base_draft()):
@@ -206,7 +207,7 @@ class AdmissionControl:
             return None
         asked = self.job.job.deadline_s
         low = max(now + self._least(work), (asked - config.deadline_margin_s) if asked is not None else now)
-        # Whose value falls with time gains no room by waiting for what is kept free for others.
+        # A job whose value falls with time does not fit better later beside what is kept free for others.
         hopes = self.protection is not None and self.job.job.on_reject is not OnReject.LATE
         for _ in range(_DOUBLINGS if hopes else 0):
             if self._try(work, certain, 0) is not None:
@@ -240,7 +241,7 @@ class AdmissionControl:
         )
 
     def _why_not(self, work: Work, deadline: float) -> str:
-        """Name the capacity that is missing and when."""
+        """Return which capacity is missing, and when."""
         now = self.planner.now
         limit = deadline - self.planner.config.deadline_margin_s
         if self.priced_out:
@@ -287,7 +288,7 @@ class AdmissionControl:
         )
 
     def _scarcest(self, draft: Draft, size: int, limit: float) -> tuple[tuple[float, float], int]:
-        """Find the stretch before ``limit`` in which least is free beside the promises."""
+        """Find the period before ``limit`` with the least free capacity beside the promises."""
         now = self.planner.now
         free = FreeCapacity(self.planner.layout, now)
         promised = {job.job_id for job in self.planner.jobs if job.promised}

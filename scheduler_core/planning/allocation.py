@@ -1,8 +1,8 @@
 """Allocation beside what is booked: a newcomer's share, best effort, profiling windows, and elastic growth.
 
-Growth is ElasticFlow's Algorithm 2 (ASPLOS 2023, section 4.2) by marginal return, GPU-seconds saved per extra GPU, with
-the pause in it: a job grows only into slots that nobody has reserved, for as long as nobody has, and only if it pays.
-Where a prediction says that a job ends before what is booked for it, growth is weighed by that; what is booked stays.
+Growth is ElasticFlow's Algorithm 2 (ASPLOS 2023, section 4.2) by marginal return, GPU-seconds saved per extra GPU,
+including the pause. A job grows only into unreserved slots, for as long as they are unreserved, and only if it pays.
+If a job is predicted to end before its booked end, growth is weighed by the prediction; the booking stays.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from elasticflow_airflow.scheduler_core.model.work import (
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 
 _PIECES = 6
-"""How many stretches of free slots a job without a promise is planned over; later ones are found when they come."""
+"""Number of free periods that a job without a promise is planned over; later periods are found in later plans."""
 
 
 def share_now(draft: Draft, work: Work, limit: float) -> Course | None:
-    """Find the smallest size that begins now, in free slots, and keeps the limit without changing again."""
+    """Find the smallest size that starts now in free slots and keeps the limit without another change."""
     now, layout = draft.now, draft.layout
     left = work.left_at(now)
     for size in work.sizes:
@@ -49,7 +49,7 @@ def share_now(draft: Draft, work: Work, limit: float) -> Course | None:
 
 
 def share_later(draft: Draft, work: Work, limit: float) -> Course | None:
-    """Find the earliest end, at one size throughout, beginning now or whenever slots become free, if by ``limit``."""
+    """Find the earliest end at one constant size, starting now or when slots become free; None if after ``limit``."""
     now, layout, book = draft.now, draft.layout, draft.book
     left = work.left_at(now)
     limit = limit + TOLERANCE_S / 2
@@ -73,7 +73,7 @@ def share_later(draft: Draft, work: Work, limit: float) -> Course | None:
 
 
 def _at_once(draft: Draft, work: Work, left: float, limit: float) -> Course | None:
-    """Find the fastest size that is free from now to the end, if by ``limit``, for a gang that runs."""
+    """Find the fastest size that a running gang can hold from now to its end; None if that is after ``limit``."""
     now = draft.now
     for size in reversed(work.sizes):
         end = now + work.cost_of_change(now, size) + left / work.speeds[size] + work.tail_s
@@ -86,7 +86,7 @@ def _at_once(draft: Draft, work: Work, left: float, limit: float) -> Course | No
 
 
 def window(draft: Draft, mask: int, size: int, seconds: float) -> Holding | None:
-    """Slots for ``size`` workers that are free from now on for so long; those of ``mask`` if possible."""
+    """Find slots for ``size`` workers that are free for ``seconds`` from now on; those of ``mask`` if possible."""
     free = draft.book.free_over(draft.now, draft.now + seconds)
     if mask and mask.bit_count() == size and mask & ~free == 0:
         block = mask
@@ -96,15 +96,15 @@ def window(draft: Draft, mask: int, size: int, seconds: float) -> Holding | None
 
 
 def while_free(draft: Draft, work: Work, size: int, before_s: float = INFINITY) -> Course | None:
-    """Hold ``size`` slots wherever and as long as nobody has reserved them; None if there is none now or later.
+    """Hold ``size`` slots wherever and while they are unreserved; None if there are none now or later.
 
-    None, too, if it is seen early that the job is not done before ``before_s``.
+    Also returns None if it finds early that the job cannot be done before ``before_s``.
     """
     now, book = draft.now, draft.book
     pieces: list[Holding] = []
-    holds = work.size == size and not work.mask & book.taken[0]  # which need not be a block that could be found
+    holds = work.size == size and not work.mask & book.taken[0]  # its slots need not be a block that a search finds
     brief = 2.0 * work.startup_s
-    """Stretches that are not longer are not worth a start."""
+    """Periods up to this length are not worth a start."""
     index, course = 0 if holds else bisect_left(book.times, book.vain.until(size, brief)), None
     while len(pieces) < _PIECES and index < len(book.times):
         start = max(book.times[index], now)
@@ -132,7 +132,7 @@ def while_free(draft: Draft, work: Work, size: int, before_s: float = INFINITY) 
 
 
 def _longest(draft: Draft, size: int, index: int, own: int) -> tuple[int, float]:
-    """Which free block stays free the longest from segment ``index`` on, and until when; ``own`` if it is free."""
+    """Return the block that stays free the longest from segment ``index`` on, and its end; ``own`` if that is free."""
     book, layout = draft.book, draft.layout
     free = book.everything & ~book.taken[index]
     if own and own & ~free == 0:
@@ -153,7 +153,8 @@ def _longest(draft: Draft, size: int, index: int, own: int) -> tuple[int, float]
 def as_soon_as_possible(draft: Draft, work: Work) -> Course | None:
     """Find the earliest end in free slots, for a job whose deadline is lost.
 
-    Where no end is in sight: what begins at once, and makes most progress; whatever becomes free is looked at then.
+    If no end is in sight, prefer a course that starts at once, then the one with the most progress. Slots that become
+    free later are considered then.
     """
     best = share_later(draft, work, INFINITY)
     endless: list[Course] = []
@@ -172,7 +173,7 @@ def as_soon_as_possible(draft: Draft, work: Work) -> Course | None:
 
 
 def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
-    """Give free slots to those who save most GPU-seconds with each, until nobody's growth pays."""
+    """Give free slots to the jobs that save the most GPU-seconds per slot, until no growth pays any more."""
     by_id: dict[str, Work] = {}
     options: list[tuple[float, str, Course]] = []
 
@@ -192,13 +193,13 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
         assert before is not None
         if all(not held & ~draft.book.free_over(start, end) for start, end, held in course.holdings):
             draft.put(winner, course)
-        else:  # somebody else took these slots meanwhile
+        else:  # another job took these slots meanwhile
             draft.put(winner, before)
         consider(by_id[winner])
 
 
 def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, Course] | None:
-    """Find the best larger size for one job: (GPU-seconds saved per extra slot, course)."""
+    """Return the best larger size for one job as (GPU-seconds saved per extra slot, course)."""
     present = draft.courses[work.job_id]
     mask = draft.mask_now(work.job_id)
     size = mask.bit_count()
@@ -207,13 +208,13 @@ def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, C
         return None
     now, layout, book = draft.now, draft.layout, draft.book
     free_now = book.everything & ~book.taken[0] | mask
-    keeps = work.size in candidates and not work.mask & ~free_now  # what it holds already costs no pause
+    keeps = work.size in candidates and not work.mask & ~free_now  # the slots that it holds cost no pause
     candidates = [work.size] if keeps else candidates[:1]
     left = work.left_at(now)
     best: tuple[float, Course] | None = None
     for target in candidates:
         if work.speeds[target] <= 0.0:
-            continue  # nobody knows what it would gain
+            continue  # its gain is unknown
         pauses_s = config.min_saving_pauses * work.pause_between(size, target) if size else 0.0
         least = max(TOLERANCE_S, pauses_s, config.min_saving_s if size else 0.0)
         if target == work.size and not work.mask & ~free_now:
@@ -226,7 +227,7 @@ def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, C
         if course is None:
             continue
         before, after = likely_end(work, present, now), likely_end(work, course, now)
-        if course.holdings[0].mask == work.mask:  # to shrink would cost a pause, however near the end may be
+        if course.holdings[0].mask == work.mask:  # shrinking would cost a pause, however near the end is
             pays = present.finish_s - course.finish_s >= TOLERANCE_S
         else:
             pays = before - after >= least
@@ -242,7 +243,7 @@ def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, C
 
 
 def _at_size(draft: Draft, work: Work, size: int, mask: int, present: Course) -> Course | None:
-    """Hold ``size`` slots from now to the end, or until somebody needs them and then go on as planned."""
+    """Hold ``size`` slots from now to the end, or until they are reserved and then continue as planned."""
     now, layout, book = draft.now, draft.layout, draft.book
     own = present.holdings
     speed = work.speeds[size]

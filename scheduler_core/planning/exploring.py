@@ -1,8 +1,8 @@
-"""Trying the next larger size of a running job, whose speed there nobody has measured, on slots that nobody needs.
+"""Tries the next larger, not yet measured size of a running job on slots that are not needed.
 
-A job may be promised before its whole scaling curve is known: no slots were free to measure it on. When slots lie idle
-later, it is worth a try: the steps count, and whether it pays is known within seconds. A try is never in the way: the
-promise must hold even if the job made no step at all meanwhile, pauses there and back included.
+A job may be promised before its whole scaling curve is known, because no slots were free to measure it on. A trial on
+slots that are idle later is worthwhile: its steps count, and its result is known within seconds. A trial never
+endangers a promise: the promise must hold even if the job makes no step during the trial, both pauses included.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 
 
 def unmeasured(job: LiveJob, size: int) -> bool:
-    """Whether a job with a curve has no measured speed at ``size``."""
+    """Return whether a job with a curve has no measured speed at ``size``."""
     return job.competes and job.job.curve is not None and size not in job.job.curve.steps_per_s
 
 
 def try_next_size(draft: Draft, job: LiveJob, work: Work, config: SchedulerConfig) -> Course | None:
-    """A course that holds twice the slots for a while and then goes back; None when it does not pay or fit."""
+    """Return a course that holds twice the slots for a while and then goes back; None if it does not pay or fit."""
     target = 2 * work.size
     curve, present = job.job.curve, draft.courses.get(job.job_id)
     if config.explore_gain <= 0.0 or not job.job.explore or not job.started or job.at_risk:
@@ -45,5 +45,5 @@ def try_next_size(draft: Draft, job: LiveJob, work: Work, config: SchedulerConfi
     course = course_of(work, [Holding(now, back, block), Holding(back, worst, work.mask)], now)
     if course.finish_s == INFINITY or len(course.holdings) < 2:
         return None
-    # Booked to the worst end: should the larger size turn out to be no faster, nothing else has taken the slots.
+    # Booked to the worst end, so that the slots are still there if the larger size turns out to be no faster.
     return Course((course.holdings[0], Holding(back, worst, work.mask)), course.finish_s, course.promised_s)

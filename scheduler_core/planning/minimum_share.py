@@ -1,8 +1,8 @@
 """Minimum satisfactory share by progressive filling (ElasticFlow, ASPLOS 2023, section 4.1, Algorithm 1).
 
-Jobs are taken one after another; each gets the smallest level that finishes it in time in what the ones before it left
-free. Unlike the paper's, the filling pays for every start-up, change of size and tail, and needs no concave curve.
-Works on counts per block size; where the gangs stand is decided by
+Jobs are taken one after another; each gets the smallest level that finishes it in time in the capacity that the
+previous ones left free. Unlike in the paper, the filling pays for every start-up, change of size and tail, and needs no
+concave curve. Works on counts per block size; the slots of the gangs are chosen by
 :mod:`~elasticflow_airflow.scheduler_core.planning.seat_shares`.
 """
 
@@ -16,11 +16,11 @@ from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Work
 
 _HALVINGS = 7
-"""How often the moment of a change of level is halved in search of the best."""
+"""Number of bisection steps in the search for the best time of a change of level."""
 
 
 class ShareStretch(NamedTuple):
-    """A stretch of a job's minimum satisfactory share: ``size`` slots from ``start_s`` until ``end_s``."""
+    """A part of a job's minimum satisfactory share: ``size`` slots from ``start_s`` until ``end_s``."""
 
     start_s: float
     end_s: float
@@ -28,12 +28,12 @@ class ShareStretch(NamedTuple):
 
 
 class ShareShape(StrEnum):
-    """How a share uses the time until its limit, where one level would end well before it."""
+    """How a share uses the time until its limit, if a constant level would end well before it."""
 
     FLAT = "flat"
     """One level throughout."""
     FALLING = "falling"
-    """The level as briefly as possible, then the next smaller size to the limit: fewer slot-seconds, a pause more."""
+    """The level as briefly as possible, then the next smaller size to the limit: fewer slot-seconds, one more pause."""
     RISING = "rising"
     """The next smaller size first, for as long as possible."""
 
@@ -45,9 +45,9 @@ def fill(
     extra_pauses: Mapping[str, int],
     shape: ShareShape = ShareShape.FLAT,
 ) -> tuple[dict[str, list[ShareStretch]], str | None]:
-    """Fill in the given order; the shares so far and the id of the first job that did not fit (None: all did).
+    """Fill in the given order; return the shares and the id of the first job that did not fit (None: all did).
 
-    ``extra_pauses`` are migrations that a job must be able to afford. ``free`` is used up.
+    ``extra_pauses`` is the number of migrations that each job must be able to afford. Changes ``free``.
     """
     shares: dict[str, list[ShareStretch]] = {}
     for work in works:
@@ -95,9 +95,9 @@ def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0
 def _slimmed(
     free: FreeCapacity, work: Work, now: float, extra_s: float, shape: ShareShape, share: list[ShareStretch]
 ) -> list[ShareStretch]:
-    """The share with a part at the next smaller size, so that it ends just in time; itself if that is no less.
+    """Return the share with a part at the next smaller size, so that it ends just in time; unchanged if no cheaper.
 
-    Between two sizes of a concave curve every mixture costs fewer slot-seconds than the larger one throughout.
+    With a concave curve, every mixture of two sizes costs fewer slot-seconds than the larger size throughout.
     """
     level = max(piece.size for piece in share)
     place = work.sizes.index(level) if level in work.sizes else 0
@@ -128,7 +128,7 @@ def _slot_seconds(share: list[ShareStretch]) -> float:
 
 
 def _cut(runs: list[tuple[float, float, int]], at_s: float) -> list[tuple[float, float, int]]:
-    """``runs`` with a border at ``at_s``."""
+    """Return ``runs`` with a border at ``at_s``."""
     out = []
     for start, end, fit in runs:
         if start < at_s < end:
@@ -139,7 +139,7 @@ def _cut(runs: list[tuple[float, float, int]], at_s: float) -> list[tuple[float,
 
 
 def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, float, int]]) -> list[ShareStretch] | None:
-    """Hold what ``runs`` say at every moment, changing only where a change repays its pause."""
+    """Follow the sizes of ``runs`` over time, but change the size only if that repays its pause."""
     shares: list[ShareStretch] = []
     left, size, ready, starting = work.left_at(now), work.size, work.since_s, work.starting
     joined = work.joined_s
@@ -184,7 +184,7 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
 
 
 def _capped(runs: list[tuple[float, float, int]], level: int) -> list[tuple[float, float, int]]:
-    """Cut the sizes of ``runs`` at ``level`` and join what has become equal."""
+    """Limit the sizes of ``runs`` to ``level`` and join neighbours that became equal."""
     if not runs:
         return []
     joined: list[tuple[float, float, int]] = []

@@ -1,4 +1,4 @@
-"""A set of courses under construction, with the slots they book. Nothing in it is decided until it is adopted."""
+"""A set of courses under construction, with their booked slots. It has no effect until it is adopted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Draft:
         self.courses[job_id] = course
 
     def drop(self, job_id: str) -> Course | None:
-        """Give a job's bookings back."""
+        """Remove and return a job's course and release its bookings."""
         course = self.courses.pop(job_id, None)
         if course is not None:
             for holding in course.holdings:
@@ -34,15 +34,15 @@ class Draft:
         return course
 
     def is_free(self, course: Course) -> bool:
-        """Whether all that a course holds is free."""
+        """Return whether all slots of a course are free."""
         return all(not mask & ~self.book.free_over(start, end) for start, end, mask in course.holdings)
 
     def mask_now(self, job_id: str) -> int:
-        """Slots that the draft gives a job now."""
+        """Return the slots that the draft gives a job now."""
         return mask_at(self.courses.get(job_id), self.now)
 
     def copy(self) -> Draft:
-        """An independent copy."""
+        """Return an independent copy."""
         twin = object.__new__(Draft)
         twin.layout, twin.now, twin.shares = self.layout, self.now, self.shares
         twin.courses = self.courses.copy()
@@ -51,7 +51,7 @@ class Draft:
 
 
 def mask_at(course: Course | None, when_s: float) -> int:
-    """Slots that a course holds at a time."""
+    """Return the slots that a course holds at a time."""
     if course is not None:
         for start, end, mask in course.holdings:
             if start <= when_s + TOLERANCE_S and when_s + TOLERANCE_S < end:

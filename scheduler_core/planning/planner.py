@@ -1,7 +1,7 @@
-"""Plans for all jobs together: keep what is stored, or plan afresh; then give what is left to those without a promise.
+"""Plans for all jobs together: keep the stored plan or plan afresh, then give the rest to jobs without a promise.
 
-*The plan is the proof*: a draft is adopted only when every promised job that was fine keeps its limit in it, every
-start-up, pause, migration and tail paid. Stored courses stay valid as long as reality follows them.
+*The plan is the proof*: a draft is adopted only if every promised job that was on course keeps its limit in it, with
+every start-up, pause, migration and tail paid. Stored courses stay valid as long as reality follows them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, pr
 from elasticflow_airflow.scheduler_core.planning.salvaging import salvage
 
 _ANEW = 64
-"""How many jobs without a course are given the best there is; all others keep what the stored plan has, if it is free:
-they can grow into what is better."""
+"""How many jobs without a course get the best free course; all others keep their stored course if it is free, and can
+grow later."""
 
 
 class Planner:
@@ -44,13 +44,13 @@ class Planner:
 
     @property
     def free(self) -> FreeCapacity:
-        """Capacity without any job."""
+        """The capacity without any job."""
         if self._free is None:
             self._free = FreeCapacity(self.layout, self.now)
         return self._free
 
     def work(self, job: LiveJob) -> Work:
-        """A job as work; one that should have ended holds its slots a little longer."""
+        """Return a job as work; an overdue job holds its slots a little longer."""
         work = job.work(self.layout, self.config)
         course = job.course
         if course is not None and overdue(job, self.now):
@@ -63,7 +63,7 @@ class Planner:
         return work
 
     def bound(self, job: LiveJob, work: Work) -> Work:
-        """Limit an admitted job's plan by its deadline less the margin, if it still can keep that."""
+        """Return the work limited by its deadline minus the margin, if the job can still keep that."""
         margin = self.config.deadline_margin_s
         if margin == 0.0 or work.limit_s == INFINITY:
             return work
@@ -71,11 +71,11 @@ class Planner:
         return replace(work, limit_s=max(work.limit_s - margin, min(work.limit_s, planned)))
 
     def promised(self) -> list[Work]:
-        """Jobs whose promise must be kept by any plan."""
+        """Return the jobs whose promise every plan must keep, as work."""
         return [self.bound(job, self.work(job)) for job in self.jobs if job.promised and not job.at_risk]
 
     def turns(self) -> list[Work]:
-        """Best-effort jobs that waited too long, as work that newcomers may not push away: a turn each, as planned."""
+        """Return best-effort jobs that waited too long as work that newcomers may not displace: a planned turn each."""
         turns: list[Work] = []
         for job in self.jobs:
             if not (job.competes and job.best_effort and job.course is not None and job.course.holdings):
@@ -94,10 +94,11 @@ class Planner:
         return turns
 
     def kept_at_risk(self) -> list[Work]:
-        """Jobs at risk, as work that newcomers must leave room for.
+        """Return jobs at risk as work that newcomers must leave room for.
 
-        Who may yet make it is not pushed off the slots that it holds. Who is late ends at the latest when it would have
-        with its fewest workers from its deadline on, or as now planned, if that is later: however many come after it.
+        A job that may still meet its deadline is not displaced from the slots that it holds. A late job must end by the
+        time that it would reach with its fewest workers from its deadline on, or by its planned end if that is later,
+        no matter how many newcomers follow.
         """
         stand_ins: list[Work] = []
         late: list[tuple[int, Work]] = []
@@ -126,7 +127,7 @@ class Planner:
         return stand_ins + [work for _, work in late[:_MOST_AT_RISK]]
 
     def _aged(self, job: LiveJob) -> bool:
-        """Whether a best-effort job has waited too long."""
+        """Return whether a best-effort job has waited too long."""
         return (
             job.competes
             and job.best_effort
@@ -135,21 +136,21 @@ class Planner:
         )
 
     def held(self) -> int:
-        """All slots that jobs hold now."""
+        """Return all slots that jobs hold now."""
         mask = 0
         for job in self.jobs:
             mask |= job.mask
         return mask
 
     def stored(self) -> Draft:
-        """The stored courses."""
+        """Return the stored courses as a draft."""
         return Draft(self.layout, self.now, {job.job_id: job.course for job in self.jobs if job.course is not None})
 
     def fresh(self, newcomer: Work | None = None, *, rescue: int = 0, guarded: bool = False) -> Draft | None:
-        """Plan all promises anew (and the newcomer's); None when no order that was tried proves them all.
+        """Plan all promises anew, and the newcomer; None if no order that was tried proves them all.
 
-        ``guarded``: with the turns of best-effort jobs that waited too long and with what jobs at risk need, as
-        stand-ins that :meth:`unguarded` drops, and with the expected runs, whose stand-ins stay as their reservations.
+        ``guarded``: include the turns of best-effort jobs that waited too long and the needs of jobs at risk, as
+        stand-ins that :meth:`unguarded` drops, and the expected runs, whose stand-ins stay as their reservations.
         """
         works = self.promised()
         if guarded:
@@ -172,14 +173,14 @@ class Planner:
         return None
 
     def unguarded(self, draft: Draft) -> Draft:
-        """Take the stand-ins of jobs out again; the jobs themselves are placed there by :meth:`complete`."""
+        """Remove the stand-ins of jobs; the jobs themselves are placed by :meth:`complete`."""
         for job in self.jobs:
             if job.best_effort or job.at_risk:
                 draft.drop(job.job_id)
         return draft
 
     def reserve(self, draft: Draft) -> Draft:
-        """Add the reservations for expected runs that the draft has no other for, and that are free in it."""
+        """Add the stored reservations of expected runs that have none in the draft, if they are free in it."""
         for job_id, course in self.reservations.items():
             if job_id not in draft.courses and all(
                 not mask & ~draft.book.free_over(start, end) for start, end, mask in course.holdings
@@ -188,7 +189,7 @@ class Planner:
         return draft
 
     def _proven(self, ordered: list[Work], shape: ShareShape = ShareShape.FLAT) -> tuple[Draft | None, str | None]:
-        """A draft of all, or whom it did not fit."""
+        """Return a proven draft of all work, or None and the job that did not fit."""
         courses, unfit = prove(self.layout, self.free, ordered, self.now, self.held(), self.config.proof_rounds, shape)
         return (None, unfit) if courses is None else (self._draft(courses), None)
 
@@ -202,23 +203,23 @@ class Planner:
         return draft
 
     def salvage(self) -> Draft:
-        """Keep as many promises as can be kept, the older promise first; the others are left out of the draft."""
+        """Return a draft that keeps as many promises as possible, older ones first, and omits the others."""
         age = {job.job_id: job.promise for job in self.jobs}
         rounds = self.config.proof_rounds
         return self._draft(salvage(self.layout, self.free, self.promised(), age, self.now, self.held(), rounds))
 
     def complete(self, draft: Draft) -> Draft:
-        """Plan those without a (keepable) promise into what is left, then let jobs grow. Changes and returns ``draft``.
+        """Plan jobs without a (keepable) promise into the rest, then let jobs grow. Changes and returns ``draft``.
 
-        ``anew``: nothing but promises is in the draft yet. Otherwise courses that exist are kept.
+        Existing courses are kept unless their job needs a better one.
         """
         measured = [job for job in self.jobs if job.phase is Phase.PROFILING]
         for job in measured:
-            if job.profiling is None:  # what it trains on until it can be measured with more is anybody's
+            if job.profiling is None:  # the slots that it trains on meanwhile are open to others
                 draft.drop(job.job_id)
         in_need = self._in_need(draft)
         for job in in_need:
-            if not job.mask:  # where it waits for its turn is free for those before it
+            if not job.mask:  # slots booked for its later turn are free for jobs before it
                 draft.drop(job.job_id)
         for place, job in enumerate(in_need):
             draft.drop(job.job_id)
@@ -235,13 +236,13 @@ class Planner:
         return draft
 
     def _as_before(self, draft: Draft, job: LiveJob) -> Course | None:
-        """The stored course of a job that is at risk, if that is free still."""
+        """Return the stored course of a job at risk, if it is still free."""
         if job.best_effort or job.course is None or not job.course.holdings or not draft.is_free(job.course):
             return None
         return job.course
 
     def _explore(self, draft: Draft) -> None:
-        """Let running jobs try a size that was never measured, if nobody goes without for it."""
+        """Let running jobs try a size that was never measured, unless a job without slots waits for some."""
         if self.config.explore_gain <= 0.0 or any(self._hungry(job) for job in self.jobs if not job.mask):
             return
         for job in self.jobs:
@@ -252,7 +253,7 @@ class Planner:
                     draft.put(job.job_id, course)
 
     def _in_need(self, draft: Draft) -> list[LiveJob]:
-        """Jobs that want a course: at risk first, then profiling, then best effort by turn."""
+        """Return the jobs that need a course: at risk first, then profiling, then best effort by turn."""
         risk: list[LiveJob] = []
         profiling: list[LiveJob] = []
         best_effort: list[LiveJob] = []
@@ -267,7 +268,7 @@ class Planner:
             elif course is None or not course.holdings or (job.best_effort and not mask_at(course, self.now)):
                 (best_effort if job.best_effort else risk).append(job)
             elif not job.best_effort and course.finish_s == INFINITY:
-                risk.append(job)  # slots may have become free in which more of it can be done
+                risk.append(job)  # newly free slots may allow more progress
         risk.sort(key=lambda job: job.promise)
         profiling.sort(key=lambda job: (job.mask == 0, job.number))
         aged = self._somebody_aged()
@@ -275,9 +276,9 @@ class Planner:
         return risk + profiling + best_effort
 
     def _turn(self, job: LiveJob, aged: bool) -> tuple[int, float, int]:
-        """Whose turn it is: who waited long, before who runs, before who waits, before who ran long.
+        """Return the sort key of a turn: jobs that waited too long, running jobs, waiting jobs, jobs that ran long.
 
-        ``aged``: somebody has waited too long.
+        ``aged``: some job has waited too long.
         """
         if job.mask == 0:
             return (0 if self._aged(job) else 2, job.waiting_since_s, job.number)
@@ -306,7 +307,7 @@ class Planner:
         return while_free(draft, work, size)
 
     def _hungry(self, but: LiveJob) -> bool:
-        """Whether anybody else has nothing and wants something."""
+        """Return whether any other job has no slots and wants some."""
         return any(
             job is not but and not job.mask and (job.phase is Phase.PROFILING or job.competes) for job in self.jobs
         )
@@ -325,7 +326,7 @@ class Planner:
         return None
 
     def _train_meanwhile(self, draft: Draft, job: LiveJob) -> Course | None:
-        """Have a job train that waits for slots to be measured on, at a size that it knows: where it is, if it can."""
+        """Return a course for a job that waits to be measured: at a known size, on its current slots if possible."""
         work = self.work(job)
         sizes = sorted(known_speeds(job).keys() & set(work.sizes), key=lambda size: (size != work.size, -size))
         for size in sizes:
@@ -335,7 +336,7 @@ class Planner:
         return None
 
     def starved(self, draft: Draft) -> int:
-        """How many jobs get nothing soon although they want a first worker; who waited too long counts twice."""
+        """Return how many jobs get no first worker soon; those that waited too long count twice."""
         pauses = max((job.job.costs.pause_s for job in self.jobs if job.mask), default=0.0)
         patience = self.now + self.config.patience_pauses * pauses + TOLERANCE_S
         count = 0
@@ -348,9 +349,9 @@ class Planner:
         return count
 
     def lateness(self, draft: Draft) -> tuple[int, float]:
-        """How many promised jobs have no end in sight, and by how many seconds the others end late together.
+        """Return how many promised jobs have no planned end, and the total seconds by which the others are late.
 
-        Of many late ones the oldest promises count: the others are behind them in any plan.
+        If many are late, only the oldest promises count, because the others come after them in any plan.
         """
         late: list[tuple[int, str, float]] = []
         for job in self.jobs:
@@ -366,11 +367,11 @@ class Planner:
 
     @staticmethod
     def _measures(draft: Draft, job: LiveJob) -> bool:
-        """Whether a job that is profiled gets slots of a size at which its speed is to be measured."""
+        """Return whether a profiled job gets slots of a size at which its speed is to be measured."""
         return job.profiling is not None or is_measured_at(job, draft.mask_now(job.job_id).bit_count())
 
     def luxury(self, draft: Draft) -> bool:
-        """Whether planning afresh could free slots: somebody holds more than its share, or slots lie idle."""
+        """Return whether planning afresh could free slots: a job holds more than its share, or slots are idle."""
         idle = self.layout.usable_at(self.now) & ~draft.book.taken[0]
         if idle:
             return True
@@ -391,7 +392,7 @@ _MOST_AT_RISK = 16
 
 
 def _stand_in(work: Work, size: int, seconds: float, begin: float, end: float) -> Work:
-    """So many seconds on ``size`` slots from ``begin`` until ``end``, as work that has to be done by then."""
+    """Return work that needs ``seconds`` on ``size`` slots between ``begin`` and ``end``."""
     return replace(
         work,
         remaining=seconds,
@@ -405,5 +406,5 @@ def _stand_in(work: Work, size: int, seconds: float, begin: float, end: float) -
 
 
 def without(courses: Iterable[Holding], now: float) -> tuple[Holding, ...]:
-    """Holdings that are not over."""
+    """Return the holdings that are not over."""
     return tuple(h for h in courses if h.end_s > now + TOLERANCE_S)

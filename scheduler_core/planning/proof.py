@@ -1,4 +1,4 @@
-"""Joint plans that prove themselves: filled by counts, placed on slots, every pause of every migration checked."""
+"""Joint plans that are their own proof: filled by counts, placed on slots, the pause of every migration checked."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def prove(
     rounds: int,
     shape: ShareShape = ShareShape.FLAT,
 ) -> tuple[dict[str, Course] | None, str | None]:
-    """Plan all jobs in the given order so that each meets its limit; (None, who did not fit) if that fails.
+    """Plan all jobs in the given order so that each meets its limit; (None, id that did not fit) if that fails.
 
-    Each round fills with as many extra pauses per job as placing the round before made migrations. ``free`` is the
-    capacity without any of the jobs; it stays as it is.
+    Each round fills with as many extra pauses per job as it had migrations in the previous round's placement. ``free``
+    is the capacity without any of the jobs; it is not changed.
     """
     extra: dict[str, int] = {}
     top = max((work.sizes[-1] for work in ordered if work.sizes), default=1)
@@ -52,24 +52,24 @@ def prove(
 
 
 def deadline_order(works: Sequence[Work]) -> list[Work]:
-    """Earliest limit first; equal ones by id, so that the order does not depend on history."""
+    """Return the earliest limit first; ties are ordered by id, so that the order does not depend on history."""
     return sorted(works, key=lambda work: (work.limit_s, work.job_id))
 
 
 class Attempt(NamedTuple):
-    """An order of filling, and the shape of its shares."""
+    """A filling order, and the shape of its shares."""
 
     order: list[Work]
     shape: ShareShape
 
 
 def rescues(works: Sequence[Work], now: float, count: int) -> Generator[Attempt, str | None, None]:
-    """What is worth trying when the deadline order with one level each does not do; always the same for the same jobs.
+    """Yield attempts for when the deadline order with one level per job fails; deterministic for the same jobs.
 
-    The deadline order with two levels, then up to ``count`` other orders with one and with two: by the latest possible
-    start at the fastest size, at the smallest; then in turn random perturbations of the deadline order and, like a
-    squeaky wheel that gets the grease (Joslin and Clements, JAIR 1999), the order before with whoever did not fit (sent
-    by the caller after each attempt) filled earlier.
+    First the deadline order with two levels, then up to ``count`` other orders with one and with two: by the latest
+    possible start at the fastest size, and at the smallest; then alternately random perturbations of the deadline order
+    and, as in squeaky wheel optimization (Joslin and Clements, JAIR 1999), the previous order with the job that did not
+    fit filled earlier. The caller sends the id of that job after each attempt.
     """
     by_id = {work.job_id: work for work in works}
     first = [work.job_id for work in deadline_order(works)]
@@ -104,7 +104,7 @@ def rescues(works: Sequence[Work], now: float, count: int) -> Generator[Attempt,
 
 
 def _promoted(order: list[str], unfit: str | None, seen: set[tuple[str, ...]]) -> list[str] | None:
-    """The order with ``unfit`` moved to the front by half its place, or further; None when all that was tried."""
+    """Return the order with ``unfit`` at half its position, or further to the front; None if all these were tried."""
     if unfit is None:
         return None
     place = order.index(unfit)

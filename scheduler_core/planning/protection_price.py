@@ -1,13 +1,12 @@
-"""What a newcomer would take from those who are expected: a protection price, as in airline seat control.
+"""What a newcomer would take from expected arrivals: a protection price, as in airline seat control.
 
-Under contention, admitting whatever fits in order of arrival lets one large job cost twenty small ones. With
-``objective="value"`` a newcomer is admitted only if it finds room beside what is promised *and* what cheaper arrivals
-are expected to use until its deadline; cheaper is who needs fewer slot-seconds for the same value. What arrives is
-learned from the arrivals themselves by memories of several half-lives (1, 4 and 36 hours unless
-``protection_half_lives_s`` says otherwise), each of which looks no further ahead than its reach; at each time ahead the
-one that expects most wins: a short memory alone admits a monster in a lull (Littlewood's rule, 1972, with a stream of
-jobs in place of a stream of passengers; beside it OASiS, INFOCOM 2018, prices slots by their use alone). Pure; knows no
-slots, only their number.
+Under contention, admitting every job that fits in order of arrival can trade twenty small jobs for one large one. With
+``objective="value"`` a newcomer is admitted only if it fits beside the promised jobs *and* the expected use of cheaper
+arrivals until its deadline; a job is cheaper if it needs fewer slot-seconds for the same value. Arrival rates are
+learned from past arrivals by estimates with several half-lives (1, 4 and 36 hours unless ``protection_half_lives_s``
+is set), none of which looks further ahead than its reach. At each future time the largest estimate is used, because a
+short half-life alone would admit a huge job in a lull (Littlewood's rule, 1972, for jobs instead of passengers; in
+contrast, OASiS, INFOCOM 2018, prices slots by their use alone). Pure; knows only the number of slots.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from numpy.typing import NDArray
 from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Work
 
 FORGOTTEN = 8.0
-"""Arrivals older than this many of the longest half-life weigh nothing."""
+"""Arrivals older than this many times the longest half-life have no weight."""
 _BINS = 48
 _LEAST_OBSERVED_S = 3600.0
-"""Rates are not learned from less than an hour."""
+"""Observation times below this count as this long: an hour is the least to learn rates from."""
 
 
 class Arrival(NamedTuple):
-    """One job that asked for a deadline: when, the least slot-seconds that it needed, in what time, for what value."""
+    """One job that requested a deadline: arrival time, least slot-seconds needed, time to its deadline, value."""
 
     at_s: float
     footprint: float
@@ -37,9 +36,9 @@ class Arrival(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """Slots that are expected to be used in each bin between ``edges``.
+    """Number of slots that are expected to be used in each bin between ``edges``.
 
-    ``footprint`` is the least that the newcomer itself needs, in slot-seconds.
+    ``footprint`` is the least slot-seconds that the newcomer itself needs.
     """
 
     edges: NDArray[np.float64]
@@ -48,18 +47,18 @@ class Expectation(NamedTuple):
 
     @property
     def slot_seconds(self) -> float:
-        """What is expected to be used until the newcomer's limit."""
+        """The expected use until the newcomer's limit."""
         return float(self.slots @ np.diff(self.edges))
 
     def reservations(self) -> list[tuple[float, float, int]]:
-        """``(start, end, slots)`` wherever it needs any, in whole slots."""
+        """Return ``(start, end, slots)`` of each bin with expected use, in whole slots."""
         slots = np.rint(self.slots).astype(int).tolist()
         edges = self.edges.tolist()
         return [(a, b, n) for a, b, n in zip(edges[:-1], edges[1:], slots, strict=True) if n > 0]
 
 
 def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
-    """Least slot-seconds, at one size throughout, with which the job keeps a limit alone; None: not even alone."""
+    """Return the least slot-seconds at one constant size with which the job alone keeps a limit; None: it cannot."""
     left = work.left_at(now)
     least: float | None = None
     for size in work.sizes:
@@ -73,7 +72,7 @@ def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
 
 
 class Protection:
-    """Learns what arrives and says what is to be kept free of a newcomer. ``reach``: in half-lives of each memory."""
+    """Learns arrival rates and computes the capacity to protect from a newcomer. ``reach`` counts half-lives."""
 
     def __init__(self, half_lives_s: tuple[float, ...], reach: float, weight: float) -> None:
         self.half_lives_s = half_lives_s
@@ -82,17 +81,17 @@ class Protection:
         self.arrivals: list[Arrival] = []
 
     def note(self, arrival: Arrival) -> None:
-        """Remember an arrival, whatever becomes of it."""
+        """Record an arrival, whatever its outcome."""
         self.arrivals.append(arrival)
         oldest = arrival.at_s - FORGOTTEN * max(self.half_lives_s)
         if len(self.arrivals) > 64 and self.arrivals[len(self.arrivals) // 4].at_s < oldest:
             self.arrivals = [known for known in self.arrivals if known.at_s >= oldest]
 
     def expected_use(self, now: float, price: float, times: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Slots that arrivals after ``now`` are expected to use at each of ``times`` (``> now``).
+        """Return the number of slots that future arrivals are expected to use at each of ``times`` (``> now``).
 
-        Counted are those that need less than ``price`` slot-seconds for a value of 1. Each uses its footprint evenly
-        over its window, at a rate of arrivals as remembered.
+        Only arrivals that need less than ``price`` slot-seconds for a value of 1 count. Each uses its footprint evenly
+        over its window; the arrival rate is the learned one.
         """
         expected = np.zeros(len(times))
         if not self.arrivals:
@@ -118,7 +117,7 @@ class Protection:
         return self.weight * expected
 
     def expectation(self, work: Work, value: float, now: float, limit_s: float) -> Expectation | None:
-        """What cheaper arrivals are expected to use until a job's limit; None: not even alone can it be kept."""
+        """Return the expected use of cheaper arrivals until a job's limit; None: the job cannot keep it even alone."""
         footprint = footprint_of(work, now, limit_s)
         if footprint is None:
             return None

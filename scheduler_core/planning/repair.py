@@ -1,8 +1,8 @@
-"""Mend a plan in which some promises no longer hold, and leave all the others as they are.
+"""Repairs a plan in which some promises no longer hold, and leaves the other promises as they are.
 
-Stored courses share no slot, so those that still hold go on proving their promises when one job turns out to be slower,
-or has lost its slots. Whoever has to be planned again gets what is free beside them, and may push away whoever has no
-promise to lose. Where that is not enough, all promises are planned anew.
+Stored courses share no slots, so valid ones still prove their promises if another job turns out to be slower or has
+lost its slots. A job that must be planned again gets the capacity that is free beside them, and may displace jobs
+without a promise. If that is not enough, all promises are planned anew.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
 
 _RESCUE_EFFORT = 800
-"""Other orders of filling times the jobs that each has to place: what is tried at most before a promise is given up."""
+"""Limit of alternative filling orders times jobs per order that are tried before a promise is given up."""
 
 
 def mend(planner: Planner, rescue: int) -> Draft:
-    """A plan with as many promises as can be kept; of several, the one with the fewest changes.
+    """Return a plan with as many promises as can be kept; of several, the one with the fewest changes.
 
-    ``rescue``: how many other orders of filling are tried before a promise is given up.
+    ``rescue`` is the number of alternative filling orders that are tried before a promise is given up.
     """
     mended, lost = _beside_the_others(planner)
     if lost == 0:
@@ -31,7 +31,7 @@ def mend(planner: Planner, rescue: int) -> Draft:
     if draft is not None:
         return draft
     if lost == 1:
-        return mended  # to keep more is to keep all, and that was tried
+        return mended  # keeping more would be keeping all, and that was tried
     draft = planner.salvage()
     _help(draft, [(job, work) for job, work in _promised(planner) if job.job_id not in draft.courses])
     kept = sum(job.promised and not job.at_risk for job in planner.jobs) - lost
@@ -39,9 +39,9 @@ def mend(planner: Planner, rescue: int) -> Draft:
 
 
 def _beside_the_others(planner: Planner) -> tuple[Draft, int]:
-    """Change only what has to change; and how many promises are not kept so.
+    """Return a draft that changes only invalid courses, and how many promises it does not keep.
 
-    Older promises come first. Who cannot be helped goes on as before, if nobody needs its slots.
+    Older promises come first. A job that cannot be repaired continues as before if its slots are not needed.
     """
     stored = {job.job_id: job.course for job in planner.jobs if job.course is not None}
     ailing: list[tuple[LiveJob, Work]] = []
@@ -55,19 +55,19 @@ def _beside_the_others(planner: Planner) -> tuple[Draft, int]:
             ailing.append((job, work))
     draft = Draft(planner.layout, planner.now, healthy)
     lost = _help(draft, ailing)
-    if len(draft.courses) > len(healthy):  # only what was placed now may be in the way
+    if len(draft.courses) > len(healthy):  # only newly placed courses may be in the way
         stored = {job_id: course for job_id, course in stored.items() if draft.is_free(course)}
     return Draft(planner.layout, planner.now, stored | draft.courses), lost
 
 
 def _promised(planner: Planner) -> list[tuple[LiveJob, Work]]:
-    """Jobs whose promise is to be kept, the oldest promise first."""
+    """Return the jobs whose promise is to be kept, the oldest promise first."""
     jobs = sorted((job for job in planner.jobs if job.promised and not job.at_risk), key=lambda job: job.promise)
     return [(job, planner.bound(job, planner.work(job))) for job in jobs]
 
 
 def _help(draft: Draft, ailing: list[tuple[LiveJob, Work]]) -> int:
-    """Put into the draft whoever is in time beside the others; how many are not."""
+    """Add the jobs to the draft that can be in time beside the others; return how many cannot."""
     lost = 0
     for job, work in ailing:
         found = _keeping(draft, work)

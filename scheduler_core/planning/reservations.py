@@ -1,8 +1,8 @@
-"""Expected runs as work that newcomers have to fit beside: who is reserved for, how much, and from when on.
+"""Expected runs as work that newcomers must fit beside: which runs get a reservation, how much, and from when on.
 
-A stand-in is planned like any work, only that it cannot begin before it is expected to have come. Where the joint plan
-that admits a newcomer puts it is its reservation: part of the stored plan, kept while it can be, so that the run that
-comes finds its place. Promises may push it aside, nothing else may.
+A stand-in is planned like any work, but cannot start before its run is expected to have been submitted. Its course in
+the joint plan that admits a newcomer is its reservation: part of the stored plan, kept while possible, so that the run
+finds its slots. Only promises may displace it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from elasticflow_airflow.scheduler_core.planning.proof import deadline_order
 
 _HALF = 0.5
 _TRIES = 2
-"""How many other orders are tried before stand-ins are given up."""
+"""Number of alternative orders that are tried before stand-ins are given up."""
 
 
 def stand_in(
     run: ExpectedRun, layout: Layout, config: SchedulerConfig, now: float, parts: Sequence[float], unseen: float
 ) -> Work | None:
-    """An expected run as work, at the first of the quantiles ``parts`` at which it can be done in time alone.
+    """Return an expected run as work, at the first of the quantiles ``parts`` at which it alone can be done in time.
 
-    With few runs seen the largest was probably not among them: lengths and latenesses count as longer by ``unseen``
-    divided by their number (except at the median, which is the last resort).
+    Few observed runs probably do not include the largest: lengths and latenesses are extended by ``unseen`` divided by
+    their number (except at the median, which is the last resort).
 
-    None when it cannot at any: what cannot be kept is not reserved for.
+    Returns None if it cannot be in time at any quantile: runs that cannot be kept get no reservation.
     """
     largest = layout.largest_block
     otherwise = config.speed_sigma if run.speed_sigma is None else run.speed_sigma
@@ -70,14 +70,14 @@ def stand_in(
 def stand_ins(
     runs: Iterable[ExpectedRun], layout: Layout, config: SchedulerConfig, policy: CalendarPolicy, now: float
 ) -> list[Work]:
-    """A stand-in for each of the runs that can be done in time alone, as long and as late as the policy believes."""
+    """Return a stand-in for each run that alone can be done in time, with the length and lateness of the policy."""
     parts = (policy.quantile, _HALF)
     found = (stand_in(run, layout, config, now, parts, policy.unseen) for run in runs)
     return [work for work in found if work is not None]
 
 
 def footprint(work: Work) -> float:
-    """Least slot-seconds that keep the limit from the release on."""
+    """Return the least slot-seconds that keep the limit from the release on."""
     window = work.limit_s - work.release_s
     least = INFINITY
     for size in work.sizes:
@@ -90,11 +90,11 @@ def footprint(work: Work) -> float:
 def reserved(
     runs: Iterable[ExpectedRun], layout: Layout, config: SchedulerConfig, policy: CalendarPolicy, now: float
 ) -> list[Work]:
-    """Stand-ins for the runs that are reserved for, in order of their release.
+    """Return stand-ins for the runs that get a reservation, in order of their release.
 
-    Sure runs all have one. Of uncertain ones whose times overlap, as many as their expected use adds up to: each adds
-    its footprint times its probability to what is owed, and gets a stand-in when at least half of it is owed. One run
-    that comes three times in ten is not reserved for; of ten such runs, three are.
+    Every sure run gets one. Of uncertain runs that overlap in time, as many get one as their expected use adds up to:
+    each adds its footprint times its probability to a balance, and gets a stand-in if the balance is at least half of
+    its footprint. A single run that comes three times in ten gets no reservation; of ten such runs, three do.
     """
     found = [(run, work) for run in runs for work in stand_ins([run], layout, config, policy, now)]
     found.sort(key=lambda item: (item[1].release_s, item[1].job_id))
@@ -116,10 +116,10 @@ def reserved(
 
 
 def keepable(planner: Planner, works: Sequence[Work]) -> list[Work]:
-    """Those of the stand-ins that can be kept beside the promises, so that one that cannot does not veto everybody.
+    """Return the stand-ins that can be kept beside the promises, so that one that cannot does not block all newcomers.
 
-    All, if they fit beside the stored plan as it is, or if a joint plan proves them. Else whoever fits in order of
-    deadlines among the promises, after them, or beside the stored plan, whichever way keeps most.
+    These are all if they fit beside the stored plan, or if a joint plan proves them. Otherwise they are those that fit
+    in deadline order among the promises, after the promises, or beside the stored plan, whichever keeps the most.
     """
     fitting = _fitting(planner, works)
     if len(fitting) == len(works):
@@ -139,7 +139,7 @@ def keepable(planner: Planner, works: Sequence[Work]) -> list[Work]:
 
 
 def _joint(planner: Planner, works: Sequence[Work], rescue: int = 0) -> bool:
-    """Whether a plan proves the promises and the stand-ins together."""
+    """Return whether a plan proves the promises and the stand-ins together."""
     before, planner.expected = planner.expected, works
     proven = planner.fresh(guarded=True, rescue=rescue) is not None
     planner.expected = before
@@ -147,7 +147,7 @@ def _joint(planner: Planner, works: Sequence[Work], rescue: int = 0) -> bool:
 
 
 def _left_out(planner: Planner, ordered: Sequence[Work], may: Collection[str]) -> set[str] | None:
-    """Which of the works named in ``may`` do not fit by counts in this order; None when another does not."""
+    """Return which works of ``may`` do not fit by counts in this order; None if any other work does not fit."""
     free, left_out = planner.free.copy(), set[str]()
     for work in ordered:
         share = minimum_share(free, work, planner.now)
@@ -162,20 +162,20 @@ def _left_out(planner: Planner, ordered: Sequence[Work], may: Collection[str]) -
 
 
 def _fitting(planner: Planner, works: Sequence[Work]) -> list[Work]:
-    """As many stand-ins as fit beside the stored plan."""
+    """Return the stand-ins that fit beside the stored plan."""
     return _place(planner.reserve(planner.stored()), works)
 
 
 def beside(draft: Draft, works: Sequence[Work]) -> Draft | None:
-    """The draft with all stand-ins booked beside what is in it; None when one does not fit. ``draft`` stays."""
+    """Return a copy of ``draft`` with all stand-ins booked beside its courses; None if one does not fit."""
     twin = draft.copy()
     return twin if len(_place(twin, works)) == len(works) else None
 
 
 def _place(draft: Draft, works: Sequence[Work]) -> list[Work]:
-    """Book stand-ins, the earliest deadline first: where the draft has them, if that still does, else anew.
+    """Book stand-ins, the earliest deadline first, and return those booked: unchanged if still sufficient, else anew.
 
-    Where there is no room for a run that is now expected to be later or longer, what was kept free for it stays.
+    If there is no room for a run that is now expected to be later or longer, its old reservation stays.
     """
     placed, anew = list[Work](), list[Work]()
     for work in sorted(works, key=lambda work: (work.limit_s, work.job_id)):
@@ -191,7 +191,7 @@ def _place(draft: Draft, works: Sequence[Work]) -> list[Work]:
 
 
 def _does(work: Work, course: Course, now: float) -> bool:
-    """Whether an earlier reservation still suffices: a run may be expected to be later or longer since."""
+    """Return whether an earlier reservation still suffices: its run may now be expected to be later or longer."""
     begins = course.holdings[0].start_s
     return (
         begins >= work.release_s - TOLERANCE_S
@@ -200,7 +200,7 @@ def _does(work: Work, course: Course, now: float) -> bool:
 
 
 def place_from(draft: Draft, work: Work) -> Course | None:
-    """The earliest start from the release on at which a size keeps the limit in free slots, the smallest such size."""
+    """Find the earliest start from the release on that keeps the limit in free slots, with the smallest such size."""
     book, limit = draft.book, work.limit_s + TOLERANCE_S / 2
     release = max(work.release_s, draft.now)
     for start in [release, *(when for when in book.times if when > release)]:

@@ -1,10 +1,10 @@
-"""Which promises to keep when not all can be: as many as possible, the older before the newer.
+"""Chooses which promises to keep if not all can be kept: as many as possible, older ones before newer ones.
 
-Moore and Hodgson's rule (Management Science 1968) with the age of a promise in place of a job's length: jobs are filled
-in the order of their limits, and when somebody does not fit, the newest promises among those filled so far give way,
-but only as many as it takes. Nobody who is filled already is filled again for that, so that the cost grows with the
-number of promises, not with its third power. What is chosen is proven like any other plan: placed on slots, the pauses
-of all migrations paid.
+This is Moore and Hodgson's rule (Management Science 1968) with the age of a promise in place of the job's length. Jobs
+are filled in the order of their limits. If one does not fit, the newest promises among those filled so far give way,
+but only as many as necessary. Jobs that are filled already are not filled again for that, so that the cost grows with
+the number of promises and not with its third power. The choice is proven like any other plan: placed on slots, with the
+pauses of all migrations paid.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, pr
 from elasticflow_airflow.scheduler_core.planning.seat_shares import NoPlaceError, place
 
 _MOST_VICTIMS = 32
-"""How many newer promises may give way, for a start, to one that is older; most of them fit beside it afterwards."""
+"""How many newer promises may give way to an older one at first; most of them fit beside it afterwards."""
 _EFFORT = 4096
-"""How many jobs are chosen among and placed, all in all, in search of a better choice."""
+"""Limit of the total number of jobs that are chosen among and placed in search of a better choice."""
 _LEAST_ROUNDS = 3
-"""How often it is chosen and placed at least, however many there are."""
+"""Minimum number of rounds of choosing and placing, however many jobs there are."""
 _PAID_AHEAD = (1, 0, 2)
-"""How many migrations everybody is to be able to pay before it is known who suffers them; each is tried."""
+"""Numbers of migrations that every job must afford before it is known which jobs migrate; each number is tried."""
 
 
 def salvage(
@@ -39,9 +39,9 @@ def salvage(
     avoid: int,
     rounds: int,
 ) -> dict[str, Course]:
-    """Proven courses of as many of ``works`` as can be kept; ``age`` numbers the promises, the oldest first.
+    """Return proven courses of as many of ``works`` as can be kept; ``age`` numbers the promises, oldest first.
 
-    ``free`` is the capacity without any of the jobs; it stays as it is.
+    ``free`` is the capacity without any of the jobs; it is not changed.
     """
     able = [work for work in works if minimum_share(free, work, now) is not None]
     planning = _Planning(layout, free, age, now, avoid, rounds)
@@ -57,7 +57,7 @@ def salvage(
 
 @dataclass(frozen=True, slots=True)
 class _Planning:
-    """What all plans have in common; the fields are the arguments of :func:`salvage`."""
+    """The inputs common to all plans; the fields are the arguments of :func:`salvage`."""
 
     layout: Layout
     free: FreeCapacity
@@ -67,7 +67,7 @@ class _Planning:
     rounds: int
 
     def with_more(self, works: Sequence[Work], courses: dict[str, Course]) -> dict[str, Course]:
-        """Try to keep those of ``works`` who have no course, too, the oldest first, all planned anew each time."""
+        """Try to also keep those of ``works`` without a course, the oldest first; all are planned anew each time."""
         kept = [work for work in works if work.job_id in courses]
         effort = _EFFORT
         for work in self._by_age(works):
@@ -84,7 +84,7 @@ class _Planning:
         return courses
 
     def chosen(self, works: Sequence[Work], ahead: int) -> dict[str, Course]:
-        """Choose, place, and leave out whoever is late then; each round pays the migrations of the one before."""
+        """Choose, place, and omit jobs that are then late; each round pays the migrations of the previous one."""
         extra = {work.job_id: ahead for work in works}
         top = max((work.sizes[-1] for work in works), default=1)
         best: dict[str, Course] = {}
@@ -106,7 +106,7 @@ class _Planning:
             late = [work.job_id for work in ordered if courses[work.job_id].promised_s > work.limit_s + TOLERANCE_S]
             for job_id in late:
                 extra[job_id] = max(extra[job_id] + 1, migrations.get(job_id, 0))
-                del courses[job_id]  # whoever is in time is so without them, too
+                del courses[job_id]  # the jobs in time stay so without the late ones
             if len(courses) > len(best):
                 best = courses
             if not late:
@@ -114,12 +114,12 @@ class _Planning:
         return best
 
     def _by_age(self, works: Sequence[Work]) -> list[Work]:
-        """The oldest promise first."""
+        """Return the works with the oldest promise first."""
         return sorted(works, key=lambda work: self.age[work.job_id])
 
 
 class _Choice:
-    """The jobs that are kept so far with their shares, and the capacity beside them."""
+    """The jobs kept so far with their shares, and the capacity beside them."""
 
     def __init__(self, free: FreeCapacity, age: Mapping[str, int], now: float, extra: Mapping[str, int]) -> None:
         self.free = free
@@ -128,7 +128,7 @@ class _Choice:
         self.extra = extra
         self.shares: dict[str, list[ShareStretch]] = {}
         self._newest: list[tuple[int, str, Work]] = []
-        """A heap of those kept, the newest promise first."""
+        """A heap of the kept jobs, the newest promise first."""
 
     def take(self, works: Sequence[Work]) -> None:
         """Keep as many of ``works`` as fit."""
@@ -155,7 +155,7 @@ class _Choice:
         heappush(self._newest, (-self.age[work.job_id], work.job_id, work))
 
     def _make_room(self, work: Work) -> None:
-        """Keep ``work`` instead of newer promises, if few enough of them are in its way."""
+        """Keep ``work`` in place of newer promises if few enough of them are in its way."""
         before = self.free
         self.free = before.copy()
         victims: list[tuple[Work, list[ShareStretch]]] = []

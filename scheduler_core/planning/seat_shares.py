@@ -1,8 +1,8 @@
-"""Gives the shares of a filling concrete slots, from now to their ends, and thereby proves that they can be placed.
+"""Places the shares of a filling on concrete slots, from now to their ends, which proves that they can be placed.
 
-Rolls over the times at which something changes: gangs end, shrink into a part of their block, grow into the block
-around them, start in the smallest free block that holds them; others migrate only when there is no block otherwise
-(ElasticFlow, section 4.3; here every migration costs the migrated job a pause, which the caller checks).
+Steps through the times of changes: gangs end, shrink into a part of their block, grow into the block around them, or
+start in the smallest free block that holds them. Other gangs migrate only if no block is free otherwise (ElasticFlow,
+section 4.3; here every migration costs the migrated job a pause, which the caller checks).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareStret
 
 
 class NoPlaceError(Exception):
-    """The shares cannot be placed: a gang stands across the blocks, or the counts were wrong."""
+    """The shares cannot be placed: a gang is not aligned with the blocks, or the counts were wrong."""
 
 
 def place(
     layout: Layout, works: Sequence[Work], shares: Mapping[str, Sequence[ShareStretch]], now: float, avoid: int
 ) -> tuple[dict[str, list[Holding]], dict[str, int]]:
-    """Concrete holdings for every job of ``works``, and how many migrations each of the migrated ones suffers.
+    """Return concrete holdings for every job of ``works``, and the number of migrations of each migrated job.
 
-    ``avoid`` are slots that somebody uses now: taken only when nothing else is free.
+    ``avoid`` are slots that are in use now; they are taken only if nothing else is free.
 
     Raises:
         NoPlaceError: the shares cannot be placed.
@@ -51,7 +51,7 @@ def place(
 
 
 class _Roll:
-    """The slots of all gangs at one moment, and what they held before it."""
+    """The slots of all gangs at one moment, and their earlier holdings."""
 
     def __init__(self, layout: Layout, works: Sequence[Work], now: float, avoid: int) -> None:
         self.layout = layout
@@ -68,12 +68,12 @@ class _Roll:
         self.by_size: dict[int, int] = {}
         """By number of slots: all slots of the gangs of that size."""
         self.owner: dict[int, int] = {}
-        """By slot: whose it is. Most gangs hold none at any one time, so that nobody is asked in vain."""
+        """By slot: the gang that holds it. Avoids a search over all gangs, most of which hold no slots at a time."""
         for i, mask in enumerate(self.held):
             self._own(i, 0, mask)
 
     def step(self, changes: list[tuple[int, int]], when: float, *, check_all: bool) -> None:
-        """Bring about the sizes that ``changes`` asks for at ``when``."""
+        """Apply the sizes that ``changes`` requests at ``when``."""
         held = self.held
         wanted = dict(changes)
         touched = set(wanted)
@@ -117,7 +117,7 @@ class _Roll:
         self.held[i] = mask
 
     def _own(self, i: int, before: int, after: int) -> None:
-        """Gang ``i`` has ``after`` instead of ``before``."""
+        """Record that gang ``i`` holds ``after`` instead of ``before``."""
         self.taken = self.taken & ~before | after
         if before:
             self.by_size[before.bit_count()] &= ~before
@@ -128,7 +128,7 @@ class _Roll:
                 self.owner[slot] = i
 
     def _put(self, i: int, size: int) -> list[int]:
-        """Find a block for gang ``i`` (left in ``self.block``); returns the gangs that must make room."""
+        """Find a block for gang ``i``, stored in ``self.block``; return the gangs that must make room."""
         layout, own = self.layout, self.held[i]
         free = self.usable & ~(self.taken & ~own)
         self.block = 0
@@ -154,7 +154,7 @@ class _Roll:
         return sorted({self.owner[slot] for slot in _slots(self.block & self.taken & ~own)})
 
     def _write(self, i: int, when: float) -> None:
-        """Note that gang ``i`` holds something else from ``when`` on."""
+        """Record that gang ``i`` holds other slots from ``when`` on, if it does."""
         before, after = self.written[i], self.held[i]
         if before == after:
             return
@@ -168,7 +168,7 @@ class _Roll:
 
 
 def _slots(mask: int) -> Iterator[int]:
-    """Each slot of a mask, as a mask of its own."""
+    """Yield each slot of a mask, as a mask of its own."""
     while mask:
         slot = mask & -mask
         yield slot

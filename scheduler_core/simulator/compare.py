@@ -1,7 +1,7 @@
-"""Several policies side by side on one setting, their figures as rows, and these as files.
+"""Compare several policies on one setting: their metrics as rows, and the rows as files.
 
-The rows' columns are those of :data:`FIGURES`. Plots are drawn by :mod:`plots`, the smallest clusters found by
-:mod:`capacity`.
+:data:`FIGURES` lists the columns of a row. :mod:`plots` draws the plots, :mod:`smallest_cluster` finds the smallest
+clusters.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FIGURES: dict[str, str] = {
     "decision_p99_ms": "The same, 99 % within.",
     "run_s": "Wall-clock time of the whole simulation.",
 }
-"""The columns beside the policy, in order, and what each means."""
+"""The columns after the policy, in order, with their meaning."""
 
 _PER_JOB = (
     "job_id",
@@ -70,7 +70,7 @@ _PER_JOB = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What came of it. ``bound`` None: it was not asked for."""
+    """The results of a comparison. ``bound`` is None if it was not requested."""
 
     setting: Setting
     played: tuple[Played, ...]
@@ -78,7 +78,7 @@ class Comparison:
     capacities: tuple[Capacity, ...] = ()
 
     def rows(self) -> list[Row]:
-        """One row a contender."""
+        """Return one row per contender."""
         return [self._row(played) for played in self.played]
 
     def _row(self, played: Played) -> Row:
@@ -93,7 +93,7 @@ class Comparison:
         return row
 
     def as_json(self) -> dict[str, object]:
-        """Everything but the single jobs, as it is written to ``summary.json``."""
+        """Return the contents of ``summary.json``: everything except the individual jobs."""
         return {
             "setting": self.setting.facts(),
             "bound": None if self.bound is None else self.bound.met,
@@ -111,11 +111,13 @@ def compare(
     bound: Bound | None = None,
     on_start: Callable[[Contender], Callable[[int, float], None] | None] | None = None,
 ) -> Comparison:
-    """Simulate each contender in turn; ``on_start`` is told of each and may return who hears of its progress.
+    """Simulate each contender in turn.
+
+    ``on_start`` is called with each contender before it runs and may return a progress callback.
 
     Raises:
         InputError: the setting cannot be simulated.
-        SimulationError: a policy decided something that cannot be.
+        SimulationError: a policy made an impossible decision.
     """
     played = []
     for contender in contenders:
@@ -125,7 +127,7 @@ def compare(
 
 
 def require_solver() -> None:
-    """Make sure that the bound can be computed, before anything takes long.
+    """Check that the bound can be computed, before any long computation starts.
 
     Raises:
         InputError: scipy is not installed.
@@ -138,7 +140,9 @@ def require_solver() -> None:
 
 
 def bound_of(setting: Setting, time_limit_s: float = 120.0) -> Bound:
-    """What no schedule can beat, all arrivals and real speeds known. Failures of nodes only make it harder.
+    """Return the clairvoyant bound, which no schedule can beat: all arrivals and real speeds are known in advance.
+
+    Node failures are ignored; they can only lower the number of deadlines met.
 
     Raises:
         InputError: scipy is not installed, or the setting cannot be simulated.
@@ -152,13 +156,13 @@ def bound_of(setting: Setting, time_limit_s: float = 120.0) -> Bound:
 
 
 def file_names(contenders: Sequence[Contender], *, capacities: bool, schedules: bool) -> list[str]:
-    """The names of all files that :func:`write_comparison` writes."""
+    """Return the names of all files that :func:`write_comparison` writes."""
     names = ["summary.csv", "summary.json", "jobs.csv"] + ["capacity.csv"] * capacities
     return names + [schedule_name(contender) for contender in contenders if schedules]
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, schedules: bool = False) -> list[Path]:
-    """Write ``summary.csv``, ``summary.json``, ``jobs.csv``, and the schedules if wanted. Returns the files' names.
+    """Write ``summary.csv``, ``summary.json``, ``jobs.csv`` and, if requested, the schedules; return the file paths.
 
     Raises:
         InputError: the folder cannot be written to.
@@ -186,10 +190,10 @@ def write_comparison(comparison: Comparison, folder: Path, *, schedules: bool = 
 
 @contextmanager
 def whole_or_nothing(folder: Path) -> Iterator[Path]:
-    """A new folder to write to; all its files move to ``folder`` at the end, or none where something is raised.
+    """Yield a temporary folder; at the end move all its files to ``folder``, or none if an exception is raised.
 
     Raises:
-        InputError: ``folder`` cannot be made or written to, or has a folder where a file should go.
+        InputError: ``folder`` cannot be created or written to, or contains a folder with the name of a file.
     """
     new = not folder.exists()
     try:
@@ -212,12 +216,12 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 def schedule_name(contender: Contender) -> str:
-    """The name of the file of a contender's schedule."""
+    """Return the file name of a contender's schedule."""
     return f"schedule-{file_name(contender)}.jsonl"
 
 
 def file_name(contender: Contender) -> str:
-    """A contender's label as a part of a file's name."""
+    """Return a contender's label in a form that can be part of a file name."""
     return contender.label.replace(":", "-")
 
 

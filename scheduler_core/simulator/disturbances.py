@@ -1,7 +1,7 @@
-"""What goes wrong with a simulated cluster: drawn beforehand, the same for every policy.
+"""Disturbances of a simulated cluster, drawn before the simulation and identical for every policy.
 
-All is drawn from the seed, the node and the kind of trouble alone, so that another kind, another node or another policy
-changes nothing of the rest. Knows no jobs and no policy.
+Each is drawn from the seed, the node and the kind of disturbance alone, so adding another kind, node or policy does not
+change the rest. Knows no jobs and no policy.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Troubles:
-    """How often something goes wrong, each as a Poisson process; None: never.
+    """How often each kind of disturbance occurs, as a Poisson process; None means never.
 
     Raises:
-        InputError: a number is out of its range.
+        InputError: a number is out of range.
     """
 
     seed: int = 0
     mtbf_h: float | None = None
-    """Mean time between failures of one node, in hours of its being there."""
+    """Mean time between failures of one node, in hours during which the node is up."""
     repair_h: float = 1.0
-    """Mean time until a failed node is back (exponential)."""
+    """Mean time until a failed node is back (exponentially distributed)."""
     drain_every_h: float | None = None
     """Mean time between maintenance windows of one node."""
     drain_notice_h: float = 2.0
-    """How long beforehand the date is known; each time as long."""
+    """Advance notice of a maintenance window; constant."""
     drain_away_h: float = 1.0
-    """How long a drained node is away; each time as long."""
+    """How long a drained node is away; constant."""
     straggler_every_h: float | None = None
-    """Mean time between slow spells of one slot."""
+    """Mean time between slow periods of one slot."""
     straggler_h: float = 2.0
-    """Mean length of a slow spell (exponential)."""
+    """Mean length of a slow period (exponentially distributed)."""
     straggler_factor: tuple[float, float] = (0.4, 0.8)
-    """A slow slot lets a gang make this part of its steps, uniform between the two."""
+    """A slow slot multiplies the speed of its gang by a factor drawn uniformly between these two."""
     straggler_named_s: float | None = None
-    """A gang of several that has trained so long with a slow slot is told which it is, and is better off without; None:
-    never, then only reported speeds tell."""
+    """After a gang of several workers has trained this long with a slow slot, the policy is told which slot it is, so
+    that it can move the gang off it. None: never; the policy can only infer it from reported speeds."""
 
     def __post_init__(self) -> None:
         for name in ("mtbf_h", "drain_every_h", "straggler_every_h"):
@@ -69,7 +69,7 @@ class Troubles:
             raise InputError(f"straggler_factor is {self.straggler_factor!r}; it must rise, above 0 and at most 1")
 
     def sentences(self) -> list[str]:
-        """What is not as in an ideal world, each in a few words, for people."""
+        """Return a short description of each enabled disturbance, for display."""
         said = []
         if self.mtbf_h is not None:
             said.append(f"a node fails every {self.mtbf_h:g} h")
@@ -80,7 +80,7 @@ class Troubles:
         return said
 
     def facts(self) -> dict[str, float | int | str | None]:
-        """What a reader must know to draw the same again, by option; None where it plays no part."""
+        """Return the options needed to reproduce the disturbances; None for an option that has no effect."""
         low, high = self.straggler_factor
         fails, drained, slow = (n is not None for n in (self.mtbf_h, self.drain_every_h, self.straggler_every_h))
         return {
@@ -98,7 +98,7 @@ class Troubles:
 
 @dataclass(frozen=True, slots=True)
 class _Absence:
-    """A node is away from ``from_s`` until ``until_s``; known since ``notice_s`` (None: nobody knew)."""
+    """A node is away from ``from_s`` until ``until_s``, announced at ``notice_s`` (None: not announced)."""
 
     from_s: float
     until_s: float
@@ -110,9 +110,9 @@ class _Absence:
 
 
 def disturbances(nodes: Sequence[Node], troubles: Troubles, begin_s: float, end_s: float) -> list[Disturbance]:
-    """All that happens to ``nodes`` between two times, in order of time; repairs may come later.
+    """Return all disturbances of ``nodes`` between two times, in order of time; repairs may come later.
 
-    Of two absences of a node that overlap, the one that begins later does not happen (a drain begins with its notice).
+    If two absences of a node overlap, the one that begins later is dropped (a drain begins with its notice).
     """
     found: list[Disturbance] = []
     for node in nodes:

@@ -1,7 +1,7 @@
-"""Tells a scheduler in a simulation what the workflow engine would tell it: which runs are due when. Never the future.
+"""Announces expected runs to a simulated scheduler, as the workflow engine would. Never uses the future.
 
-Known at any time are the timetables (a task's period and its first due time) and the runs that were submitted by then;
-whether a due run will come, when, and how long it will be is learned from those alone.
+At any time it knows the timetables (a task's period and first due time) and the runs submitted so far. Whether a due
+run will be submitted, when, and how long it will take is learned from those alone.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import TraceJob
 
 _KEPT = 30
-"""How many past runs of a task are remembered."""
+"""Number of past runs kept per task."""
 _SAME_S = 60.0
-"""Due times of a task that are closer than this are one: cron knows no shorter period."""
+"""Due times of a task closer together than this are merged: cron has no shorter period."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """When a task is due: first at ``first_s``, then every ``period_s``, up to and including ``last_s``."""
+    """The due times of a task: first at ``first_s``, then every ``period_s``, up to and including ``last_s``."""
 
     first_s: float
     period_s: float
     last_s: float
 
     def due(self, after_s: float, until_s: float) -> list[float]:
-        """Due times later than ``after_s`` and not later than ``until_s``."""
+        """Return the due times later than ``after_s`` and not later than ``until_s``."""
         number = max(0, int((after_s - self.first_s) // self.period_s) + 1)
         found = []
         while (when := self.first_s + number * self.period_s) <= min(until_s, self.last_s):
@@ -43,10 +43,10 @@ class Timetable:
 
 
 def timetables(rows: Iterable[TraceJob]) -> dict[str, Timetable]:
-    """The timetables of a trace's expected tasks: the smallest distance of two due times is the period.
+    """Return the timetables of a trace's expected tasks; the period is the smallest gap between two due times.
 
-    A task with one due time has no period and is left out: nothing can be expected of it. Due times within a minute are
-    one, so that no slip of the clock makes a task of every second.
+    A task with only one due time has no period and is left out: its next run cannot be predicted. Due times within a
+    minute of each other are merged, so that clock jitter does not produce a period of a second.
     """
     dues: dict[str, set[float]] = defaultdict(set)
     last = 0.0
@@ -70,12 +70,12 @@ class _Task:
     timetable: Timetable
     history: list[PastRun] = field(default_factory=list)
     open: list[float] = field(default_factory=list)
-    """Due times that were announced and neither came nor were given up."""
+    """Due times that were announced, but whose run has been neither submitted nor given up on."""
     last: Job | None = None
 
 
 class CalendarFeed:
-    """A policy: the scheduler, told of expected runs ``horizon_s`` ahead at every submission."""
+    """A policy that wraps the scheduler and, at every submission, announces expected runs ``horizon_s`` ahead."""
 
     def __init__(
         self, scheduler: Scheduler, tables: Mapping[str, Timetable], dues: Mapping[str, float], horizon_s: float
@@ -86,12 +86,12 @@ class CalendarFeed:
 
     @classmethod
     def of(cls, scheduler: Scheduler, rows: Sequence[TraceJob], horizon_s: float = 2 * 86400.0) -> CalendarFeed:
-        """A feed for the tasks of a trace."""
+        """Create a feed for the tasks of a trace."""
         dues = {row.job_id: row.due_s for row in rows if row.expected and row.due_s is not None}
         return cls(scheduler, timetables(rows), dues, horizon_s)
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
-        """Pass an event on; a submission also tells what is expected next."""
+        """Pass an event on to the scheduler; after a submission, also announce the runs expected next."""
         if not isinstance(event, ev.JobSubmitted):
             return self._scheduler.handle(event, now)
         for name, task in self._tasks.items():
@@ -120,7 +120,7 @@ class CalendarFeed:
                 task.history = [*task.history, PastRun(due_s=due, came=False)][-_KEPT:]
 
     def _announce(self, name: str, task: _Task, now: float, *, anew: bool) -> None:
-        """Announce what has come within the horizon; ``anew``: all of it, as more is known of the task."""
+        """Announce the runs within the horizon; ``anew``: repeat earlier ones, as more is known of the task."""
         job = task.last
         if job is None or job.curve is None:
             return

@@ -1,6 +1,6 @@
-"""One policy on one trace: the setting that all contenders of a comparison share, and who plays in it.
+"""One policy on one trace: the setting shared by all contenders of a comparison, and the contenders.
 
-Knows how to make a policy and a simulation of it; reads and writes no files.
+Builds a policy and its simulation; reads and writes no files.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJo
 OBJECTIVES = tuple(Objective)
 ON_REJECT = (OnReject.FAIL, OnReject.WAIT, OnReject.LATE)
 CALENDAR = {"calendar": True, "no-calendar": False}
-"""Whether one contender is told of expected runs, where it is not to be as the setting says."""
+"""Choices that override, for one contender, whether it is told of expected runs."""
 _REMEMBERED = 20
-"""Of how many past runs a task's errors are remembered, as in the service."""
+"""Number of past runs whose errors are kept per task, as in the service."""
 OURS = "elasticflow"
-"""The policy that has objectives, as its variants do."""
+"""Name of our own policy; it and its variants have objectives."""
 REPORT_AFTER_S = 60.0
-"""Where there is something to report, a gang first does so long after it began to train."""
+"""Where reports are enabled, a gang sends its first one this long after it began to train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """A policy as it takes part. ``on_reject`` None: as the conditions say; ``calendar`` None: as the setting says."""
+    """A policy with its options in a comparison.
+
+    ``on_reject`` None: use that of the conditions; ``calendar`` None: use that of the setting.
+    """
 
     policy: str
     objective: Objective = Objective.FIRST_COME
@@ -51,7 +54,7 @@ class Contender:
 
     @classmethod
     def parse(cls, text: str) -> Contender:
-        """Read ``POLICY[:OBJECTIVE][:fail|wait|late][:calendar|no-calendar]``, such as ``elasticflow:value:wait``.
+        """Parse ``POLICY[:OBJECTIVE][:fail|wait|late][:calendar|no-calendar]``, such as ``elasticflow:value:wait``.
 
         Raises:
             InputError: a part is unknown.
@@ -72,17 +75,17 @@ class Contender:
 
     @property
     def ours(self) -> bool:
-        """Whether it is this project's scheduler, or a variant of it (``elasticflow+...``)."""
+        """Whether this is the project's own scheduler or a variant of it (``elasticflow+...``)."""
         return self.policy.split("+")[0] == OURS
 
     @property
     def knows_calendar(self) -> bool:
-        """Whether it can be told of expected runs: one scheduler a type of GPU cannot, nor can other policies."""
+        """Whether it supports expected runs; one scheduler per GPU type does not, nor do other policies."""
         return self.policy == OURS
 
     @property
     def label(self) -> str:
-        """What :meth:`parse` reads, short: what is as usual is left out."""
+        """The shortest text that :meth:`parse` accepts: defaults are left out."""
         parts = [self.policy]
         if self.objective is not Objective.FIRST_COME:
             parts.append(str(self.objective))
@@ -94,7 +97,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is the same for every contender: the jobs, the cluster, the costs, and what goes wrong."""
+    """What all contenders share: the jobs, the cluster, the costs and the disturbances."""
 
     trace: Trace
     curves: Curves
@@ -102,12 +105,12 @@ class Setting:
     conditions: Conditions
     troubles: Troubles = field(default_factory=Troubles)
     calendar: bool = True
-    """Whether our scheduler is told of the runs that the trace says are expected, as far as they are known by then."""
+    """Whether our scheduler is told of the runs that the trace marks as expected, as far as they are known by then."""
     exact: bool = False
-    """Whether speeds are known exactly, so that nobody keeps a margin or waits for reports: the planner's own quality.
-    Else our scheduler has the settings of ``elasticflow serve``, and hears reports as the service does."""
+    """Whether speeds are known exactly, so that no margin is kept and no report awaited: measures the planner itself.
+    Otherwise our scheduler has the settings of ``elasticflow serve`` and receives reports as in the service."""
     history: bool = False
-    """Whether the whole was played once before, so that past runs have shown how wrong the curve of each job is."""
+    """Whether the trace has been simulated once before, so that past runs have shown the error of each job's curve."""
 
     def __post_init__(self) -> None:
         if self.exact and not self.conditions.as_told:
@@ -118,35 +121,35 @@ class Setting:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The settings of our scheduler."""
+        """The configuration of our scheduler."""
         return SchedulerConfig() if self.exact else SchedulerConfig.served()
 
     @property
     def settings_name(self) -> str:
-        """Which settings our scheduler has, for tables."""
+        """Name of our scheduler's settings, for tables."""
         if self.exact:
             return "speeds known exactly"
         return "settings as served, with history" if self.history else "settings as served"
 
     @property
     def recurring(self) -> int:
-        """How many tasks the calendar knows; 0 where it is not to know any."""
+        """Number of tasks in the calendar; 0 if the calendar is off."""
         return len(timetables(self.trace.jobs)) if self.calendar else 0
 
     @property
     def horizon_s(self) -> tuple[float, float]:
-        """First submission, and a time by which any sensible schedule is over: trouble is drawn between the two."""
+        """First submission, and a time by which any sensible schedule has ended; disturbances are drawn in between."""
         first = min(job.submitted_s for job in self.trace.jobs)
         last = max(job.deadline_s or job.submitted_s for job in self.trace.jobs)
         return first, last + (last - first)
 
     @property
     def slots(self) -> int:
-        """Slots of the whole cluster."""
+        """Number of slots in the cluster."""
         return sum(node.slots for node in self.nodes)
 
     def facts(self) -> dict[str, float | int | str | None]:
-        """What a reader must know to make the same again, for tables and files."""
+        """Return the facts needed to reproduce the setting, for tables and files."""
         conditions, jobs = self.conditions, self.trace.jobs
         return {
             "trace": self.trace.name,
@@ -166,7 +169,7 @@ class Setting:
         }
 
     def jobs(self, contender: Contender) -> list[SimulatedJob]:
-        """The jobs as they are submitted to a contender.
+        """Return the jobs as they are submitted to a contender.
 
         Raises:
             InputError: a job cannot be simulated.
@@ -177,13 +180,13 @@ class Setting:
         return prepare(self.trace, self.curves, self.nodes, conditions)
 
     def resized(self, nodes: int) -> Setting:
-        """The same on a cluster of so many equal nodes."""
+        """Return the same setting on a cluster of ``nodes`` equal nodes."""
         return replace(self, nodes=cluster(nodes, self.nodes[0].slots))
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """How one contender did, and every change that it made, in order of time."""
+    """The result of one contender and every change it made, in order of time."""
 
     contender: Contender
     result: Result
@@ -198,11 +201,11 @@ def play(
     on_progress: Callable[[int, float], None] | None = None,
     on_change: Callable[[Change], None] | None = None,
 ) -> Played:
-    """Simulate one contender to the last job, with another configuration than the usual one where given.
+    """Simulate one contender until the last job is over; ``config`` replaces the default configuration.
 
     Raises:
         InputError: the setting cannot be simulated.
-        SimulationError: the policy decided something that cannot be.
+        SimulationError: the policy made an impossible decision.
     """
     changes: list[Change] = []
 
@@ -234,9 +237,9 @@ def play(
 def with_history(
     jobs: Sequence[SimulatedJob], changes: Iterable[Change], config: SchedulerConfig
 ) -> list[SimulatedJob]:
-    """The jobs when all of them were submitted once before, and held so many slots as ``changes`` say.
+    """Return the jobs as if all had run once before, with the numbers of slots in ``changes``.
 
-    Who trains the same (model and batch size) is taken for a run of one task: how wrong its curve was is known then.
+    Jobs with the same workload (model and batch size) count as runs of one task, so the error of its curve is known.
     """
     sizes: dict[str, set[int]] = {}
     for change in changes:
@@ -251,14 +254,14 @@ def with_history(
 
 
 def _error_of(one: SimulatedJob, sizes: Iterable[int]) -> float | None:
-    """The root mean square of log(real / told) over the sizes that a job ran at; None where it ran at none."""
+    """Return the RMS of log(real / given speed) over the sizes a job ran at; None if it never ran."""
     told = {} if one.job.curve is None else one.job.curve.steps_per_s
     squares = [math.log(one.truth[size] / told[size]) ** 2 for size in sizes if size in told]
     return math.sqrt(math.fsum(squares) / len(squares)) if squares else None
 
 
 def policy_for(setting: Setting, contender: Contender, base: SchedulerConfig | None = None) -> Policy:
-    """A fresh policy; our scheduler behind the calendar of the trace's recurring tasks, where it has one."""
+    """Create a policy; wrap our scheduler in the calendar of the trace's recurring tasks, if there are any."""
     policy = make_policy(contender.policy, setting.nodes, config_for(setting, contender, base))
     told = setting.calendar if contender.calendar is None else contender.calendar
     if told and isinstance(policy, Scheduler) and timetables(setting.trace.jobs):
@@ -267,15 +270,17 @@ def policy_for(setting: Setting, contender: Contender, base: SchedulerConfig | N
 
 
 def config_for(setting: Setting, contender: Contender, base: SchedulerConfig | None = None) -> SchedulerConfig:
-    """The scheduler's settings: one configuration for all traces, but for what the contender says."""
+    """Return the configuration: the same for all traces except for the contender's objective."""
     return replace(base or setting.config, objective=contender.objective)
 
 
 def parse_contenders(texts: Sequence[str], objective: Objective = Objective.FIRST_COME) -> tuple[Contender, ...]:
-    """Read several, ``all`` being one of each policy; each once, in order. ``objective`` is ours where none is named.
+    """Parse contenders, in order and without duplicates; ``all`` stands for one of each policy.
+
+    ``objective`` applies to our own policies where none is given.
 
     Raises:
-        InputError: one is unknown, or there is none.
+        InputError: a contender is unknown, or there is none.
     """
     found: dict[str, Contender] = {}
     names = [part.strip() for text in texts for part in text.split(",") if part.strip()]

@@ -1,4 +1,4 @@
-"""What a simulation found: one record a job, and the figures that are compared."""
+"""The results of a simulation: one record per job, and the metrics that are compared."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MET_TOLERANCE_S = 1e-3
-"""Ends this much after the deadline are in time: sums of floats are not exact."""
+"""A job that ends at most this long after its deadline is in time: sums of floats are not exact."""
 
 
 @dataclass(slots=True)
 class SimulatedOutcome:
-    """What became of one job. Times are those of the trace; None: it did not happen."""
+    """The outcome of one job. Times are on the trace's clock; None means that it did not happen."""
 
     job_id: str
     submitted_s: float
     deadline_s: float | None
     value: float = 1.0
     value_at_end: float = 0.0
-    """What it was worth when it ended (see ``Job.value_at``); 0 if it has not."""
+    """Its value when it ended (see ``Job.value_at``); 0 if it has not ended."""
     admitted_s: float | None = None
     """When its deadline was promised."""
     promised_deadline_s: float | None = None
@@ -27,18 +27,18 @@ class SimulatedOutcome:
     started_s: float | None = None
     finished_s: float | None = None
     at_risk_s: float | None = None
-    """When it was first announced at risk."""
+    """When it was first announced as at risk."""
     changes: int = 0
-    """Times its slots became another non-empty set, the start included."""
+    """Number of times its slots changed to another non-empty set, including the start."""
     migrations: int = 0
-    """Changes of a running gang to slots that neither contain nor are part of those before."""
+    """Changes of a running gang to slots that are neither a superset nor a subset of the previous ones."""
     suspensions: int = 0
     slot_s: float = 0.0
-    """Slots held times seconds, pauses included."""
+    """Slot-seconds held, including pauses."""
 
     @property
     def met(self) -> bool:
-        """Whether it ended by the deadline that it came with."""
+        """Whether it ended by the deadline it was submitted with."""
         return (
             self.finished_s is not None
             and self.deadline_s is not None
@@ -47,13 +47,13 @@ class SimulatedOutcome:
 
     @property
     def late_though_admitted(self) -> bool:
-        """Whether a promise was broken."""
+        """Whether it missed the deadline that was promised."""
         limit = self.promised_deadline_s
         return limit is not None and (self.finished_s is None or self.finished_s > limit + MET_TOLERANCE_S)
 
     @property
     def value_kept(self) -> float:
-        """Its value if it was met; what was left of it, if it was promised late and ended by then."""
+        """Its value if the deadline was met; its value at the end if a later deadline was promised and kept; else 0."""
         if self.met:
             return self.value
         return 0.0 if self.late_though_admitted or self.promised_deadline_s is None else self.value_at_end
@@ -66,7 +66,7 @@ class SimulatedOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """All records in order of submission, and how long decisions took in this run (seconds, one an event)."""
+    """All records in order of submission, and the decision times of this run in seconds."""
 
     policy: str
     slots: int
@@ -76,10 +76,10 @@ class Result:
     events: int
     run_s: float
     decision_s: tuple[float, ...] = field(repr=False, default=())
-    """Wall-clock time of the decisions on submitted jobs."""
+    """Wall-clock seconds of each decision on a submitted job."""
 
     def summary(self) -> dict[str, float | int | str]:
-        """The figures that are compared, by name."""
+        """Return the metrics that are compared, by name."""
         records = self.records
         done = sorted(r.completion_s for r in records if r.completion_s is not None)
         used = sum(r.slot_s for r in records)
@@ -109,5 +109,5 @@ class Result:
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """The value below which ``part`` of the ordered values lie (nearest rank); 0 without any."""
+    """Return the ``part`` quantile (0 to 1) of sorted values by nearest rank; 0 if there are none."""
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0

@@ -1,6 +1,6 @@
-"""The port of a policy that the simulator plays: events in, decisions out.
+"""The interface of a policy that the simulator can run: events in, decisions out.
 
-:class:`~elasticflow_airflow.scheduler_core.Scheduler` is one, and so is each of
+:class:`~elasticflow_airflow.scheduler_core.Scheduler` implements it, and so does each policy of
 :mod:`~elasticflow_airflow.scheduler_core.simulator.baselines`.
 """
 
@@ -18,27 +18,27 @@ class Policy(Protocol):
     """A pure state machine. Deterministic: the same events at the same times give the same decisions."""
 
     def handle(self, event: Event, now: float) -> list[Decision]:
-        """Take in one event and say what follows from it; the last ``WakeMeAt`` returned is the only one that holds."""
+        """Handle one event and return the decisions that follow; only the last ``WakeMeAt`` returned is in effect."""
         ...
 
 
 class InspectablePolicy(Policy, Protocol):
-    """A policy that says what it remembers of its jobs."""
+    """A policy that exposes the state of its jobs."""
 
     config: SchedulerConfig
 
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes as last told."""
+        """Return the nodes as last reported."""
         ...
 
     def states(self) -> tuple[JobState, ...]:
-        """Everything remembered of every live job, in order of arrival."""
+        """Return the state of every live job, in order of arrival."""
         ...
 
     def state(self, job_id: str) -> JobState | None:
-        """Everything remembered of one job; None when it is not live."""
+        """Return the state of one job; None if it is not live."""
         ...
 
     def projected_finish_s(self, job_id: str) -> float | None:
-        """When the last step of a live job is expected; None when that is not known."""
+        """Return when the last step of a live job is expected; None if unknown."""
         ...

@@ -1,4 +1,4 @@
-"""From a trace, curves and options to the jobs that are simulated; all that can be wrong is found here, beforehand."""
+"""Turn a trace, curves and options into simulated jobs; all input errors are raised here, before the simulation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace, Tra
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob
 
 LONGEST_S = 1e10
-"""Longer jobs are refused: times are floats, and the scheduler tells such as are 10 µs apart from each other."""
+"""Longer jobs are refused: times are floats, and the scheduler must distinguish times 10 µs apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What is the same for every policy of a comparison.
+    """The conditions shared by all policies of a comparison.
 
-    ``throughput_error`` is the sigma of one log-normal factor per job and size, constant for life: the policy is told
-    the table, the job runs at the factor times it; and at ``speed_factor`` times that. ``startup_s`` None: as
-    ``pause_s``.
+    ``throughput_error`` is the sigma of one log-normal factor per job and size, constant for the job's lifetime: the
+    policy is given the table's speed, the job runs at that speed times the factor times ``speed_factor``.
+    ``startup_s`` None: same as ``pause_s``.
     """
 
     pause_s: float = 30.0
@@ -34,18 +34,19 @@ class Conditions:
     tail_s: float = 0.0
     on_reject: OnReject = OnReject.FAIL
     late_by: float = 0.5
-    """With ``on_reject`` LATE: a job is worth nothing by so much later, as a part of submission to deadline."""
+    """With ``on_reject`` LATE: a job is worth nothing once it is this late, as a fraction of the time from submission
+    to deadline."""
     throughput_error: float = 0.0
     speed_factor: float = 1.0
     seed: int = 0
     noise_batches: float | None = None
-    """Lets policies choose batch sizes: an assumed gradient noise scale, in multiples of each job's own batch size."""
+    """Assumed gradient noise scale, in multiples of each job's batch size; if set, policies may choose batch sizes."""
     deadline_jitter: float = 0.0
-    """Each deadline's distance from its submission is scaled by a factor within so much of 1."""
+    """The time from submission to deadline is scaled by a random factor of 1 plus or minus at most this."""
 
     @property
     def as_told(self) -> bool:
-        """Whether every job is exactly as fast as its curve says."""
+        """Whether every job runs exactly at the speeds of its curve."""
         return self.throughput_error == 0.0 and self.speed_factor == 1.0
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class Conditions:
 
 
 def cluster(nodes: int, slots_per_node: int) -> tuple[Node, ...]:
-    """Equal nodes, named so that their order is that of their numbers.
+    """Return equal nodes, named so that sorting by name sorts by number.
 
     Raises:
         InputError: a number is not positive.
@@ -87,10 +88,10 @@ def prepare(
     conditions: Conditions,
     by_type: Mapping[str, Curves] | None = None,
 ) -> list[SimulatedJob]:
-    """The jobs of a trace under conditions, in order of submission.
+    """Return the jobs of a trace under the given conditions, in order of submission.
 
-    ``by_type`` has the curves of each ``Node.gpu_type`` of a mixed cluster and takes the place of ``curves``: a policy
-    that knows no types is told the slowest.
+    ``by_type`` has the curves of each ``Node.gpu_type`` of a mixed cluster and replaces ``curves``: a policy that does
+    not know GPU types is given the slowest.
 
     Raises:
         InputError: a job's model is unknown, or it cannot run on this cluster at any size.
@@ -158,7 +159,7 @@ def prepare(
 
 
 def slowest(curves: Iterable[ScalingCurve], where: tuple[Path | None, int | None]) -> ScalingCurve:
-    """At each size that all types have, the speed of the slowest.
+    """Return the curve with, at each size that all types have, the speed of the slowest type.
 
     Raises:
         InputError: there is no such size.

@@ -1,6 +1,6 @@
-"""The policies that the simulator plays, by name: our scheduler, and those of the literature.
+"""The policies that the simulator can run, by name: our scheduler and those of the literature.
 
-Each is imported only when it is asked for, so that optional dependencies stay optional.
+A policy is imported only when it is requested, so that optional dependencies stay optional.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _POLICIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "oasis": ("simulator.baselines.oasis", "Oasis", {}),
     "aonline": ("simulator.baselines.aonline", "AOnline", {}),
 }
-"""By name: module below ``scheduler_core``, class, and what it is made with beside configuration and nodes."""
+"""By name: module below ``scheduler_core``, class or factory, and its extra keyword arguments."""
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
-"""All names that :func:`make_policy` knows, ours first."""
+"""All names that :func:`make_policy` accepts, ours first."""
 
 
 def make_policy(name: str, nodes: Iterable[Node], config: SchedulerConfig | None = None) -> InspectablePolicy:
-    """A fresh policy over ``nodes``.
+    """Create a policy over ``nodes``.
 
     Raises:
         ValueError: there is no policy of this name.

@@ -1,8 +1,8 @@
-"""The loop: a virtual clock and a modelled engine around one policy. Reads no files.
+"""The event loop of the simulator: a virtual clock and a modelled engine around one policy. Reads no files.
 
-Cost model (the same for every policy): each change of a job's slots to another non-empty set stops that job, for
-``startup_s`` when it held nothing or was still starting, else for ``pause_s``; speed comes from the curve of the block
-that it really got; all work is done to the last step.
+Cost model (the same for every policy): each change of a job's slots to another non-empty set stops the job, for
+``startup_s`` if it held no slots or was still starting, else for ``pause_s``. Its speed is that of the block it
+actually got. Every step is executed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from elasticflow_airflow.scheduler_core.simulator.policy import Policy
 
 _TINY_S = 1e-5
 _MEASURE_S = 20.0
-"""How long a gang that measures its speed needs, from its first step."""
+"""How long a gang takes to measure its speed, from its first step."""
 _LEAST_WAKE_UP_S = 1e-3
-"""Wake-ups that come more often than this, many of them in a row, stop the clock."""
+"""Many consecutive wake-ups at shorter intervals than this mean that the clock does not advance."""
 
 
 class SimulationError(RuntimeError):
-    """A policy decided what cannot be: a slot twice, a slot that is not there, a job that is gone."""
+    """A policy made an impossible decision: a slot used twice, a slot or a job that does not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedJob:
-    """A job as the policy is told (``job``) and as it really runs: ``truth`` is steps/s by number of workers.
+    """A job as the policy sees it (``job``) and as it really runs: ``truth`` is steps/s by number of workers.
 
-    ``arrives_s`` is when it is submitted. ``truths``, if not empty, are its real speeds by ``Node.gpu_type``, and hold
-    in place of ``truth``.
+    ``arrives_s`` is when it is submitted. ``truths``, if not empty, are its real speeds by ``Node.gpu_type`` and
+    replace ``truth``.
     """
 
     job: Job
@@ -44,20 +44,20 @@ class SimulatedJob:
     arrives_s: float
     truths: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     by_batch: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    """Real speeds by global batch size, in steps of the job's own, if it may be chosen (else ``truth`` holds)."""
+    """Real speeds by global batch size, in steps of the job's own, if it may be chosen (else ``truth`` applies)."""
 
 
 class Disturbance(NamedTuple):
-    """Something that happens to the cluster at a time, as the policy is told it; or a slot's real speed changes."""
+    """A cluster event at a given time, passed on to the policy; or a change of a slot's real speed."""
 
     at_s: float
     event: ev.NodeLost | ev.NodeJoined | ev.NodeDraining | None
     slow: tuple[Slot, float] | None = None
-    """A slot, and the factor on the speed of whoever runs on it from now on (1: healthy again)."""
+    """A slot, and the speed factor of jobs that run on it from now on (1: healthy again)."""
 
 
 class Change(NamedTuple):
-    """From ``at_s`` on a job holds exactly ``slots``; or, with ``event``, it was rejected or has finished."""
+    """From ``at_s`` on a job holds exactly ``slots``; or, if ``event`` is set, it was rejected or has finished."""
 
     at_s: float
     job_id: str
@@ -67,7 +67,7 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class _Run:
-    """One job in the world."""
+    """The simulated state of one job."""
 
     simulated: SimulatedJob
     record: SimulatedOutcome
@@ -76,20 +76,20 @@ class _Run:
     held: frozenset[Slot] = frozenset()
     speed: float = 0.0
     since_s: float = 0.0
-    """When ``slots`` became what they are."""
+    """When ``slots`` last changed."""
     ready_s: float = 0.0
-    """From when on it makes steps."""
+    """The time from which it makes steps."""
     as_of_s: float = 0.0
     starting: bool = False
     batch: int | None = None
     measures: bool = False
-    """Whether its gang is there to measure its speed."""
+    """Whether its gang runs to measure its speed."""
     beside: bool = False
-    """Whether it runs on what the holders of its slots leave."""
+    """Whether it runs as a guest, on the capacity that the owners of its slots leave."""
     version: int = 0
     gone: bool = False
     said_s: float | None = None
-    """When it last said, as its slots changed, what is left: once at one moment is enough."""
+    """When it last reported its remaining steps because its slots changed; once per moment is enough."""
 
     def settle(self, now: float) -> None:
         """Account for the steps made until ``now``."""
@@ -99,7 +99,7 @@ class _Run:
 
 
 class _Due(NamedTuple):
-    """Something that a gang will do or say, unless its slots change before (then ``version`` is another)."""
+    """A scheduled action or report of a gang; void if its slots change before (``version`` then differs)."""
 
     what: Literal["left", "start", "measured", "report", "slow", "end"]
     run: _Run
@@ -111,11 +111,11 @@ class Simulation:
     """One policy on one cluster with one list of jobs.
 
     ``report_after_s``/``report_every_s``: when running jobs report progress and measured speed; None: never, which is
-    right when curves are exact. Where they do, a gang that made steps and is stopped or resized says what is left.
-    ``checkpoint_s``: a lost gang loses its steps since the last multiple of it. ``startup_factor`` scales every real
-    start-up and pause (1: as promised). ``straggler_after_s``: a gang of several that makes steps with a slow slot for
-    so long is told of it, and that the slot is to be avoided for ``straggler_avoid_s`` (None: the policy learns of it
-    by the reported speed only).
+    right when curves are exact. With reports, a gang that made steps and is stopped or resized reports its remaining
+    steps. ``checkpoint_s``: a lost gang loses its steps since the last multiple of this. ``startup_factor`` scales
+    every real start-up and pause (1: as planned). ``straggler_after_s``: after a gang of several workers has made steps
+    with a slow slot for this long, the policy is told to avoid the slot for ``straggler_avoid_s`` (None: the policy
+    sees only the reported speed).
     """
 
     name: str
@@ -130,14 +130,14 @@ class Simulation:
     straggler_after_s: float | None = None
     straggler_avoid_s: float = 3600.0
     leftover: Callable[[str, str], float] | None = None
-    """Part of its speed that a job keeps beside another one on the same slot: of the holder's workload and its own.
-    None: no slot is shared in this way, whatever a policy says."""
+    """Fraction of its speed that a guest keeps on a slot, given the owner's workload and its own.
+    None: no slot is shared in this way, whatever a policy decides."""
     packed: Callable[[str, str], float] | None = None
-    """Part of its speed that a job keeps beside another one on the same slot where neither is held back for the other:
-    of its own workload and the other's. None: as ``leftover`` says."""
+    """Fraction of its speed that a job keeps beside another one on the same slot if neither is throttled, given its own
+    workload and the other's. None: ``leftover`` applies."""
     on_change: Callable[[Change], None] | None = None
     on_progress: Callable[[int, float], None] | None = None
-    """Called now and then with the number of jobs that are over and the virtual time."""
+    """Called from time to time with the number of jobs that are over and the virtual time."""
     _queue: list[tuple[float, int, int, SimulatedJob | Disturbance | _Due]] = field(default_factory=list)
     _numbers: count[int] = field(default_factory=count)
     _runs: dict[str, _Run] = field(default_factory=dict)
@@ -145,22 +145,22 @@ class Simulation:
     _slots: set[Slot] = field(default_factory=set)
     _slow: dict[Slot, float] = field(default_factory=dict)
     _guests: dict[Slot, str] = field(default_factory=dict)
-    """Who runs on what the owner of a slot leaves."""
+    """The guest job on each shared slot."""
     _types: dict[str, str] = field(default_factory=dict)
     """GPU type by node."""
     _wake_s: float | None = None
     _woken: int = 0
-    """Wake-ups since something else happened, or since ``_woken_since_s``."""
+    """Number of wake-ups since another event happened, or since ``_woken_since_s``."""
     _woken_since_s: float = 0.0
     _work_done: bool = False
-    """Whether anybody held slots since then."""
+    """Whether any job has held slots since then."""
     _over: int = 0
 
     def run(self) -> Result:
-        """Simulate to the last job.
+        """Simulate until the last job is over.
 
         Raises:
-            SimulationError: the policy decided something that cannot be.
+            SimulationError: the policy made an impossible decision.
         """
         begin = time.perf_counter()
         records = [self._expect(job) for job in self.jobs]
@@ -201,10 +201,10 @@ class Simulation:
         )
 
     def _count_wake_up(self, now: float) -> None:
-        """Wake-ups one after another may go on for as long as time passes in which work is done.
+        """Count consecutive wake-ups; they may go on as long as time advances and work is done.
 
         Raises:
-            SimulationError: there were many, and time stands still or nobody has held slots.
+            SimulationError: there were many, and time does not advance or no job has held slots.
         """
         self._woken += 1
         self._work_done = self._work_done or bool(self._owner)
@@ -217,7 +217,7 @@ class Simulation:
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def _push(self, at_s: float, rank: int, happening: SimulatedJob | Disturbance | _Due) -> None:
-        """``rank`` orders what happens at the same time: ends first, arrivals last."""
+        """Queue an item; ``rank`` orders items of the same time: ends first, arrivals last."""
         heapq.heappush(self._queue, (at_s, rank, next(self._numbers), happening))
 
     def _expect(self, simulated: SimulatedJob) -> SimulatedOutcome:
@@ -229,7 +229,7 @@ class Simulation:
         return record
 
     def _happen(self, happening: SimulatedJob | Disturbance | _Due | None, now: float) -> list[ev.Event]:
-        """The events that the policy hears of one happening (None: the time that it asked to be woken at)."""
+        """Return the events that one queued item sends to the policy (None: the wake-up it asked for)."""
         match happening:
             case None:
                 return [ev.WakeUp()]
@@ -256,7 +256,7 @@ class Simulation:
             self._push(now + self.report_every_s, 3, happening)
             measured_s = min(now - max(run.since_s, run.ready_s), self.report_every_s)
             return [ev.JobProgressed(job_id, run.left, steps_per_s=run.speed, measured_s=measured_s)]
-        run.left = 0.0  # what rounding left over is no reason to count a suspension
+        run.left = 0.0  # a rounding remainder must not count as a suspension
         self._hold(run, (), now)
         self._end(run, now, "finished")
         run.record.finished_s, run.record.value_at_end = now, run.simulated.job.value_at(now)
@@ -292,7 +292,7 @@ class Simulation:
         return [disturbance.event, *told]
 
     def _tell_of_straggler(self, run: _Run, now: float) -> list[ev.Event]:
-        """Name the slowest slot of a gang; and what leaving it would gain, if the speed with it was reported."""
+        """Report the slowest slot of a gang, and the gain of leaving it if the speed with it has been reported."""
         factors = sorted((self._slow.get(slot, 1.0), slot) for slot in run.slots)
         (slowest, slot), (next_slowest, _) = factors[:2]
         after, reported = self.straggler_after_s, self.report_after_s
@@ -304,7 +304,7 @@ class Simulation:
     def _apply(self, decided: Sequence[de.Decision], now: float) -> None:
         self._wake_s = None
         wanted: dict[str, tuple[Slot, ...]] = {}
-        """By job; of several orders at one moment the last holds."""
+        """By job; of several orders at one moment the last one applies."""
         for decision in decided:
             if isinstance(decision, de.WakeMeAt):
                 self._wake_s = max(decision.at_s, now)
@@ -333,9 +333,9 @@ class Simulation:
                 case de.AtRisk():
                     run.record.at_risk_s = now if run.record.at_risk_s is None else run.record.at_risk_s
                 case _:
-                    pass  # waiting, amendments and good news move nothing
+                    pass  # waiting, amendments and OnTrack change no slots
         changes = [(self._runs[job_id], slots) for job_id, slots in wanted.items()]
-        for run, _ in changes:  # a batch is one change: first everybody lets go, then everybody takes
+        for run, _ in changes:  # a batch is one change: release all old slots first, then assign the new ones
             self._let_go(run, run.slots)
         for run, slots in changes:
             if not run.gone:
@@ -362,7 +362,7 @@ class Simulation:
                     del taken[slot]
 
     def _rate(self, job_ids: set[str], now: float) -> None:
-        """Others on their slots may have come or gone: jobs go on at what is left now."""
+        """Update the speeds of jobs whose slots may have gained or lost another job."""
         for job_id in sorted(job_ids):
             run = self._runs[job_id]
             if run.slots and abs(self._speed(run) - run.speed) > 1e-12:
@@ -378,7 +378,7 @@ class Simulation:
             self.on_change(Change(now, run.record.job_id, (), how))
 
     def _hold(self, run: _Run, slots: tuple[Slot, ...], now: float) -> None:
-        """Give a job other slots, or none."""
+        """Change the slots of a job, possibly to none."""
         before, after = run.held, frozenset(slots)
         if before == after:
             return
@@ -406,7 +406,7 @@ class Simulation:
         self._go_on(run, now)
 
     def _truth(self, run: _Run) -> Mapping[int, float]:
-        """Real speeds on the type of GPU that a job stands on."""
+        """Return the real speeds of a job on the GPU type it holds."""
         types = sorted({self._types[slot.node_id] for slot in run.slots})
         if len(types) > 1:
             raise SimulationError(f"{self.name} spreads {run.record.job_id!r} over several types of GPU: {types}")
@@ -429,7 +429,7 @@ class Simulation:
         return truth[max(known)]
 
     def _speed(self, run: _Run) -> float:
-        """Steps/s on the slots that a job holds: the slowest slot counts."""
+        """Return the steps/s on the slots that a job holds; the slowest slot determines it."""
         speed = self._healthy_speed(run)
         if self._slow:
             speed *= min(self._slow.get(slot, 1.0) for slot in run.slots)
@@ -446,12 +446,12 @@ class Simulation:
         return speed
 
     def _go_on(self, run: _Run, now: float) -> None:
-        """Say when a job that holds slots will end at its present speed."""
+        """Schedule the end and the reports of a job that holds slots, at its present speed."""
         size, healthy = len(run.slots), self._healthy_speed(run)
         run.speed = self._speed(run)
         run.version += 1
         if run.speed <= 0.0:
-            return  # a guest of somebody who leaves nothing
+            return  # a guest whose host leaves it nothing
         counted = max(now, run.ready_s)
         end = counted + run.left / run.speed + run.simulated.job.costs.tail_s
         self._push(end, 0, _Due("end", run, run.version))

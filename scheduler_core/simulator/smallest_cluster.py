@@ -1,8 +1,7 @@
-"""The smallest cluster on which a policy keeps all the promises. Knows no files and no plots.
+"""Find the smallest cluster on which a policy keeps all the promises. Knows no files and no plots.
 
-*All the promises* are the deadlines that can be met at all: those of jobs that would meet theirs alone on a cluster as
-large as the largest that is tried. The same ones count for every policy, so one that refuses what it cannot keep gains
-nothing by it.
+*All the promises* are the deadlines that can be met at all: those of jobs that would meet theirs if they ran alone on
+the largest cluster that is tried. They are the same for every policy, so a policy gains nothing by rejecting jobs.
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ from elasticflow_airflow.scheduler_core.simulator.outcome import MET_TOLERANCE_S
 from elasticflow_airflow.scheduler_core.simulator.run import Change
 
 EDGE = 2
-"""How many sizes in a row must fail below the one found: a policy may do worse with a node more."""
+"""Number of consecutive sizes below the one found that must fail: a policy may do worse with one more node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """``nodes`` is the smallest number on which all promises were kept, None: none up to the limit."""
+    """``nodes`` is the smallest number on which all promises were kept; None if there is none up to the limit."""
 
     contender: Contender
     nodes: int | None
     slots_per_node: int
     needed: int
-    """Deadlines that can be met at all."""
+    """Number of deadlines that can be met at all."""
     tried: dict[int, bool]
-    """By number of nodes, whether all were met."""
+    """Whether all of them were met, by number of nodes."""
 
     @property
     def monotone(self) -> bool:
-        """Whether, of the sizes that were tried, none failed above one that did not."""
+        """Whether no tried size failed that is larger than one that succeeded."""
         kept = [nodes for nodes, kept in self.tried.items() if kept]
         return not kept or not any(nodes > min(kept) and not ok for nodes, ok in self.tried.items())
 
     def as_row(self) -> dict[str, float | int | str | None]:
-        """For tables."""
+        """Return the result as a row of a table."""
         return {
             "policy": self.contender.label,
             "smallest_nodes": self.nodes,
@@ -51,7 +50,7 @@ class Capacity:
 
 
 class _BrokenError(Exception):
-    """A promise is broken: the rest of the simulation would not change the answer."""
+    """A promise is broken, so the rest of the simulation cannot change the result."""
 
 
 def smallest_cluster(
@@ -59,7 +58,7 @@ def smallest_cluster(
 ) -> Capacity:
     """Find the smallest number of equal nodes, at most ``limit``, on which a contender keeps all the promises.
 
-    Doubles from the setting's own size, then bisects, then looks at :data:`EDGE` sizes below what it found.
+    Doubles from the setting's own size, then bisects, then tries :data:`EDGE` sizes below the one found.
 
     Raises:
         InputError: a job cannot run even on the largest cluster.
@@ -95,10 +94,10 @@ def smallest_cluster(
 
 
 def achievable(setting: Setting) -> dict[str, float]:
-    """Deadlines, by job, that would be met if the job were alone on the cluster.
+    """Return the deadlines, by job, that would be met if the job were alone on the cluster.
 
     Raises:
-        InputError: a job cannot run on it at any size.
+        InputError: a job cannot run on the cluster at any size.
     """
     found: dict[str, float] = {}
     largest = Layout(setting.nodes).largest_block
@@ -123,7 +122,7 @@ def _keeps(setting: Setting, contender: Contender, promised: dict[str, float]) -
     except _BrokenError:
         return False
     except InputError:
-        return False  # a job fits this cluster at no size; on the largest all do, as was found before
+        return False  # a job does not fit this cluster at any size; on the largest cluster all fit, as checked before
     return all(record.met for record in played.result.records if record.job_id in promised)
 
 

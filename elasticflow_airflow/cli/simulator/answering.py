@@ -1,6 +1,6 @@
-"""What commands that write files have in common: no file that they read is written over, and each end has its status.
+"""Shared by commands that write files: they never overwrite their inputs, and each outcome has its exit status.
 
-A command writes all its files or none, whatever ends it.
+A command writes all its files or none, however it ends.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NoReturn
 from elasticflow_airflow.cli.connection import fail
 
 FAILED, NOTHING_DONE = 1, 2
-"""Exit statuses: a defect or a disk; bad input, Ctrl-C or SIGTERM."""
+"""Exit statuses: a bug or a disk error; bad input, Ctrl-C or SIGTERM."""
 _OPTIONAL = ("matplotlib", "scipy")
 
 
 class _Terminated(BaseException):
-    """SIGTERM came."""
+    """Raised when SIGTERM arrives."""
 
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Say what was wrong and end with the status for it; clean up at SIGTERM as at Ctrl-C."""
+    """Report an error and end with its status; clean up on SIGTERM as on Ctrl-C."""
     from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
     from elasticflow_airflow.scheduler_core.simulator.run import SimulationError
 
@@ -57,10 +57,10 @@ def answering() -> Iterator[None]:
 
 
 def require_writable(paths: Sequence[Path], *, trace: Path | None, curves: Path, make: bool = False) -> None:
-    """Find out before anything runs that a file cannot be written. ``make``: its folder will be made.
+    """Check before anything runs that the files can be written. ``make``: their folder will be created.
 
     Raises:
-        InputError: it cannot, or it is the trace or a table of curves, or would stand among these.
+        InputError: a file cannot be written, is the trace or a table of curves, or would be among the curves.
     """
     from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
 

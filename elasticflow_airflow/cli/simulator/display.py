@@ -1,4 +1,4 @@
-"""How simulations look in a terminal: bars while they run, then a summary or a table."""
+"""Formats simulations for a terminal: progress bars while they run, then a summary or a table."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ T = TypeVar("T")
 
 
 def note(text: str) -> None:
-    """Something to know that stops nothing."""
+    """Print a note on standard error."""
     Console(stderr=True).print(f"note: {text}", style="yellow", highlight=False, soft_wrap=True, markup=False)
 
 
 class _Rate(ProgressColumn):
-    """Jobs a second."""
+    """A column with the rate in jobs per second."""
 
     def render(self, task: Task) -> Text:
-        """As rich asks for it."""
+        """Render the column; called by rich."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None or task.total is None else f"{speed:,.0f} jobs/s", style="progress.data.speed")
 
 
 class Bars:
-    """Progress on standard error, one line a simulation, with its rate and the time left; nothing where no one looks.
+    """Progress on standard error, one line per simulation, with its rate and the time left.
 
-    Use as a context manager.
+    Prints nothing if standard error is not a terminal. Use as a context manager.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -78,11 +78,11 @@ class Bars:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take them away: what comes is the summary."""
+        """Remove the bars before the summary is printed."""
         self._progress.stop()
 
     def start(self, label: str) -> Callable[[int, float], None]:
-        """A bar for one simulation, and who is told of its jobs that are over and its virtual time."""
+        """Add a bar for one simulation; return a callback for its number of ended jobs and its virtual time."""
         self._finish()
         task = self._task = self._progress.add_task(label, total=self._jobs, clock="")
         first: list[float] = []
@@ -95,7 +95,7 @@ class Bars:
         return progressed
 
     def wait(self, label: str, call: Callable[[], T]) -> T:
-        """A line for something of which nobody knows how far it is."""
+        """Show a line while ``call`` runs, whose progress is unknown; return its result."""
         self._finish()
         self._task = self._progress.add_task(label, total=None, clock="")
         done = call()
@@ -104,7 +104,7 @@ class Bars:
 
     @contextmanager
     def trying(self, label: str) -> Iterator[Callable[[int], None]]:
-        """A line for a search, and who is told which number of nodes is tried."""
+        """Show a line for a search; yield a callback for the number of nodes that is tried."""
         self._finish()
         task = self._task = self._progress.add_task(label, total=None, clock="")
         yield lambda nodes: self._progress.update(task, clock=f"{nodes} nodes")
@@ -118,7 +118,7 @@ class Bars:
 
 
 def simulation_lines(setting: Setting, played: Played, export: Path | None) -> list[str]:
-    """One simulation, a line a fact."""
+    """Return the result of one simulation, one fact per line."""
     figures = played.result.summary()
     deadlines = int(figures["deadlines"])
     met, value = int(figures["met"]), float(figures["value_met"])
@@ -151,7 +151,7 @@ def simulation_lines(setting: Setting, played: Played, export: Path | None) -> l
 
 
 def comparison_lines(comparison: Comparison, width: int) -> list[object]:
-    """What all have in common, the figures, and the smallest clusters where they were looked for."""
+    """Return the common setting, the figures, and the smallest clusters if they were searched for."""
     bound = "" if comparison.bound is None else f", of which no schedule can meet more than {comparison.bound.met}"
     deadlines = sum(job.deadline_s is not None for job in comparison.setting.trace.jobs)
     contenders = [played.contender for played in comparison.played]
@@ -196,9 +196,9 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("p99 ms", "decision_p99_ms", "{:.2f}".format),
     ("run s", "run_s", "{:.1f}".format),
 )
-"""Heading, figure, and how it is written."""
+"""Heading, key of the figure, and its format."""
 _HALF = 6
-"""Where the columns are broken for a narrow terminal."""
+"""Where the columns are split into two tables for a narrow terminal."""
 
 
 def _table(comparison: Comparison, columns: Sequence[tuple[str, str, Callable[[float], str]]]) -> Table:
@@ -216,7 +216,7 @@ def _table(comparison: Comparison, columns: Sequence[tuple[str, str, Callable[[f
 
 
 def facts_text(setting: Setting, contenders: Sequence[Contender]) -> str:
-    """What was simulated, in a line; with the calendar only where one of them knows it."""
+    """Return the simulated setting in one line; names the calendar only if a contender uses it."""
     conditions, jobs = setting.conditions, setting.trace.jobs
     parts = [
         f"{len(jobs)} jobs of {setting.trace.path or setting.trace.name}",

@@ -1,6 +1,6 @@
-"""What ``elasticflow simulate`` and ``elasticflow compare`` take alike, and the setting that it makes.
+"""The options that ``elasticflow simulate`` and ``elasticflow compare`` share, and the setting built from them.
 
-Only options stand here at the top: whatever simulates is imported when a command runs.
+Only options are defined at module level: the simulator is imported when a command runs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ TROUBLES = {
     "drain_every_h": ("drain_notice_h", "drain_away_h"),
     "straggler_every_h": ("straggler_h", "straggler_factor", "straggler_named_s"),
 }
-"""What can go wrong, and the options that say more of it."""
+"""Kinds of trouble, each with the options that refine it."""
 
 
 class ObjectiveChoice(StrEnum):
-    """Whom to prefer where not everybody fits."""
+    """Which jobs to prefer if not all fit."""
 
     FIRST_COME = "first-come"
     VALUE = "value"
 
 
 class WhenRejected(StrEnum):
-    """What a job does whose deadline cannot be promised when it is submitted."""
+    """What a job does if its deadline cannot be promised at submission."""
 
     FAIL = "fail"
     WAIT = "wait"
@@ -46,7 +46,7 @@ CurvesFolder = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingOptions:
-    """The trace, the cluster, and how real speeds, starts and refusals are."""
+    """The trace, the cluster, and the model of real speeds, starts and rejections."""
 
     trace: Annotated[
         Path, typer.Option("--trace", help="Jobs: a CSV file, one a line (docs/reference/simulate.md has its columns).")
@@ -126,7 +126,7 @@ class SettingOptions:
     ] = None
 
     def setting(self, troubles: TroubleOptions) -> Setting:
-        """Read the files and put everything together; note what was not understood.
+        """Read the files and build the setting; print a note on ignored columns and options.
 
         Raises:
             InputError: a file cannot be simulated, or an option of the troubles is refused.
@@ -163,14 +163,14 @@ class SettingOptions:
         if self.calendar and not setting.recurring:
             missing = "no task is expected at two due times or more (columns task, expected, due_s)"
             note(f"{self.trace}: {missing}: no calendar")
-        # Says of each row whether it can be simulated, before anything runs.
+        # Check that each row can be simulated, before anything runs.
         setting.jobs(Contender(policy="elasticflow"))
         return setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TroubleOptions:
-    """What goes wrong; what is None is as :class:`Troubles` has it."""
+    """The simulated disturbances; None means the default of :class:`Troubles`."""
 
     mtbf_h: Annotated[
         float | None,
@@ -224,10 +224,10 @@ class TroubleOptions:
     ] = None
 
     def made(self, seed: int) -> Troubles:
-        """Return what goes wrong.
+        """Return the disturbances.
 
         Raises:
-            InputError: a number is out of its range, or an option says more of what never happens.
+            InputError: a number is out of range, or an option refines a disturbance that is not enabled.
         """
         from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
         from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
@@ -237,7 +237,7 @@ class TroubleOptions:
             for name in details:
                 if name in given and kind not in given:
                     raise InputError(f"{_option(name)} says nothing without {_option(kind)}; give that, too")
-        return Troubles(seed=seed, **given)  # options by the names of its fields
+        return Troubles(seed=seed, **given)  # the options are named like its fields
 
 
 def _option(name: str) -> str:

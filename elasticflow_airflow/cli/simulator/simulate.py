@@ -1,6 +1,6 @@
 """``elasticflow simulate`` and ``elasticflow compare``: traces in, schedules, tables and plots out.
 
-Whatever simulates or draws is imported when a command runs.
+The simulator and the plotting code are imported when a command runs.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def compare(
 
 
 def _width() -> int:
-    """Columns to print to; files and pipes have room."""
+    """Return the number of columns to print; wide for files and pipes."""
     console = Console()
     return console.width if console.is_terminal else WIDE
 

@@ -1,4 +1,4 @@
-"""``elasticflow synthesize``: makes a trace of jobs that never were, for ``simulate`` and ``compare``."""
+"""``elasticflow synthesize``: generates a trace of synthetic jobs for ``simulate`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticflow_airflow.cli.simulator.options import CurvesFolder
 
 
 class TraceKind(StrEnum):
-    """What the jobs of a trace are like."""
+    """The kind of jobs in a trace."""
 
     POISSON = "poisson"
     DIURNAL = "diurnal"

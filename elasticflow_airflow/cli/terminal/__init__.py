@@ -1,1 +1,1 @@
-"""How the command line reads and writes: tables, times, and the options of its commands."""
+"""Input and output of the command line: tables, times, and the options of its commands."""

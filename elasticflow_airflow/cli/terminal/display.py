@@ -1,4 +1,4 @@
-"""How jobs, events and slots look in a terminal."""
+"""Formats jobs, events and slots for a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STYLES = {"succeeded": "green", "failed": "red", "rejected": "red", "cancelled"
 
 
 def print_jobs(jobs: Sequence[JobStatus]) -> None:
-    """One row a job."""
+    """Print a table with one row per job."""
     print_table(_JOBS, [_job_row(job) for job in jobs])
 
 
@@ -43,7 +43,7 @@ def _job_row(job: JobStatus) -> tuple[str | Text, ...]:
 
 
 def job_lines(job: JobStatus) -> list[str]:
-    """Everything about one job, a line a fact."""
+    """Return the details of one job, one fact per line."""
     identity = job.identity
     lines = [
         f"job         {job.job_id} (incarnation {job.incarnation}, generation {job.generation})",
@@ -70,14 +70,14 @@ def job_lines(job: JobStatus) -> list[str]:
 
 
 def _shares(job: JobStatus) -> str:
-    """Into how many shares each of its batches is cut: with the seed, what decides on its weights beside its code."""
+    """Return the number of shares per batch, which together with code and seed determines the weights."""
     if job.logical_workers is None:
         return f"one for each worker (consistency {job.consistency})"
     return f"{job.logical_workers} logical workers"
 
 
 def _target(job: JobStatus, loss: float) -> str:
-    """How a job stands to the loss that it trains to."""
+    """Return a job's progress towards its target loss."""
     now = f"loss {loss:g}, smoothed loss {_number(job.smoothed_loss)}"
     if job.target_reached is not None:
         return f"{now}: {'reached' if job.target_reached else 'not reached'}"
@@ -90,12 +90,12 @@ def _target(job: JobStatus, loss: float) -> str:
 
 
 def event_line(event: Event) -> str:
-    """One event: id, time, kind, reason."""
+    """Format one event: id, time, kind, reason."""
     return f"#{event.event_id:<6} {local_moment(event.at)}  {event.kind:<16} {event.reason}"
 
 
 def health_lines(health: Health) -> list[str]:
-    """How the service is, and who holds which slot."""
+    """Return lines on the health of the service and the holder of each slot."""
     lines = [
         (
             f"{health.status}: elasticflow {health.version}, engine {health.engine}, process {health.pid}, "

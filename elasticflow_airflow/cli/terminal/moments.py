@@ -1,4 +1,4 @@
-"""Moments as people write them on a command line. Pure: the caller says what time it is."""
+"""Parses times as people write them on a command line. Pure: the caller passes the current time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
 def moment_of(text: str, now: float, *, option: str = "--deadline") -> float:
-    """UTC seconds of a moment after ``now`` (UTC seconds). Raises typer.BadParameter, naming the option."""
+    """Parse a time after ``now``, both in UTC seconds. Raises typer.BadParameter, naming the option."""
     text = text.strip()
     here = datetime.fromtimestamp(now).astimezone()
     too_far = typer.BadParameter(f"{option}={text[:40]!r} is too far away: choose an earlier moment")

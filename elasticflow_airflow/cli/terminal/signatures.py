@@ -1,4 +1,4 @@
-"""Commands whose options are not the parameters of their function: options that commands share, or that stand in."""
+"""Commands whose options differ from the parameters of their function: shared or substituted options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with each field of a dataclass that it takes as an option of its own."""
+    """Return the command with every dataclass parameter replaced by one option for each of its fields."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {p.name: p.annotation for p in parameters if is_dataclass(p.annotation)}
 
@@ -29,7 +29,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 def described_as(
     command: Callable[..., None], run: Callable[..., None], parameters: Iterable[inspect.Parameter]
 ) -> Callable[..., None]:
-    """Give ``run`` the name and the text of a command, and these parameters: Typer passes each by its name."""
+    """Give ``run`` the name and docstring of a command, and these parameters, which Typer passes by name."""
     described = functools.update_wrapper(run, command)
     described.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what inspect looks for
         [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]

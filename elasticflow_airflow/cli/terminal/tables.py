@@ -1,6 +1,6 @@
-"""Tables that never cut a name. For a program that reads them (a pipe, a file, CI) each row is one line, however long.
+"""Tables that never truncate a name. If the output is not a terminal (a pipe, a file, CI), each row is one line.
 
-On a terminal cells fold between words. Where even that does not fit, what a row says stands below its name.
+On a terminal, cells wrap between words. If even that does not fit, the other cells of a row are printed below its name.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rich.text import Text
 _GAP = 2
 _NOTHING = ("", "-")
 Row = Sequence[str | Text]
-"""A cell for each column: plain text, in which nothing is markup, or text with a style."""
+"""A cell for each column: a plain string, which is not parsed as markup, or styled text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``key``: names what the row is about, and is never folded. ``number``: set to the right."""
+    """A column of a table. ``key``: identifies the row and is never wrapped. ``number``: right-aligned."""
 
     name: str
     key: bool = False
@@ -31,14 +31,14 @@ class Column:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Row]) -> None:
-    """Print on standard output."""
+    """Print a table on standard output."""
     console = Console(highlight=False, soft_wrap=True)
-    # What rich takes for a terminal may be a pipe: CI sets FORCE_COLOR.
+    # Ask stdout: rich may take a pipe for a terminal, because CI sets FORCE_COLOR.
     _print(console, columns, rows, console.width if sys.stdout.isatty() else None)
 
 
 def table_lines(columns: Sequence[Column], rows: Sequence[Row], width: int | None) -> list[str]:
-    """Give the lines that are printed where ``width`` characters fit; None: any number."""
+    """Return the lines of a table that is at most ``width`` characters wide; None: unlimited."""
     out = StringIO()
     _print(Console(file=out, highlight=False, soft_wrap=True, width=width), columns, rows, width)
     return [line.rstrip() for line in out.getvalue().splitlines()]
@@ -60,7 +60,7 @@ def _print(console: Console, columns: Sequence[Column], rows: Sequence[Row], wid
 
 
 def _widths(columns: Sequence[Column], cells: Sequence[Sequence[Text]], width: int | None) -> list[int] | None:
-    """How wide each column is; None if not all fit without breaking a word."""
+    """Return the width of each column; None if they do not all fit without breaking a word."""
     names = [Text(column.name) for column in columns]
     down = list(zip(names, *cells, strict=True))
     whole = [max(cell.cell_len for cell in column) for column in down]

@@ -1,1 +1,1 @@
-"""The calls of the HTTP API as values, and how their answers are read."""
+"""The calls of the HTTP API as values, and how their responses are read."""

@@ -1,7 +1,7 @@
-"""One call of the HTTP API as a value: what to send, and how to read the answer. Sends nothing itself.
+"""One call of the HTTP API as a value: what to send, and how to read the response. Sends nothing itself.
 
-``service_method`` makes a function that builds such a value a method of every client. So each call is written once,
-and the blocking and the async client cannot differ.
+``service_method`` turns a function that builds such a value into a method of every client. So each call is written
+once, and the blocking and the async client cannot differ.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 Param = str | int | float | tuple[str, ...]
-"""Of a query; several texts stand for the parameter given several times."""
+"""Value of a query parameter; a tuple repeats the parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[T]):
-    """One request and the reader of its answer. ``missing`` is read for 404 where that is an answer, not an error."""
+    """One request and the reader of its response. ``missing`` reads a 404 where that is a result, not an error."""
 
     method: str
     path: str
@@ -37,22 +37,22 @@ class Call(Generic[T]):
 
 
 class BlockingCaller:
-    """A class of clients whose methods return the answer."""
+    """Base class of clients whose methods return the result."""
 
 
 class AsyncCaller:
-    """A class of clients whose methods return a coroutine of the answer."""
+    """Base class of clients whose methods return a coroutine of the result."""
 
 
 class UnsentCaller:
-    """A class whose methods return the call itself."""
+    """Base class of objects whose methods return the call itself."""
 
 
 class service_method(Generic[P, T]):  # noqa: N801 - used as a decorator, like property
-    """Decorates a function that builds a call. On a client, the method sends the call and returns its answer.
+    """Decorates a function that builds a call. On a client, the method sends the call and returns its result.
 
-    The blocking client returns the answer, the async client a coroutine of it, and ``UnsentCalls`` the call itself.
-    Each class of clients says how by its ``_method_of``.
+    The blocking client returns the result, the async client a coroutine of it, and ``UnsentCalls`` the call itself.
+    Each client class implements this in its ``_method_of``.
     """
 
     def __init__(self, build: Callable[Concatenate[Any, P], Call[T]]) -> None:
@@ -81,16 +81,16 @@ class service_method(Generic[P, T]):  # noqa: N801 - used as a decorator, like p
 
 
 def job_path(job_id: str) -> str:
-    """Path of a job."""
+    """Return the URL path of a job."""
     return f"/v1/jobs/{quote(job_id, safe='')}"
 
 
 def reader(model: type[M]) -> Callable[[httpx.Response], M]:
-    """Read an answer as one value; what a newer service adds is left out."""
+    """Return a reader of a single value; fields that a newer service adds are dropped."""
     return lambda response: model.model_validate_json(response.content, extra="ignore")
 
 
 def list_reader(model: type[M]) -> Callable[[httpx.Response], list[M]]:
-    """Read an answer as a list of values; what a newer service adds is left out."""
+    """Return a reader of a list of values; fields that a newer service adds are dropped."""
     adapter = TypeAdapter(list[model])  # type: ignore[valid-type]  # mypy takes no variable for a type
     return lambda response: adapter.validate_json(response.content, extra="ignore")

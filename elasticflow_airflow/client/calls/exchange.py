@@ -1,6 +1,6 @@
-"""What the sync and the async client share: how an exchange is judged, and how long it is tried again.
+"""Shared by the sync and the async client: how a response is evaluated, and how long a request is retried.
 
-No I/O here except reading an answer that is already there.
+Does no I/O except reading a response that has already arrived.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from elasticflow_airflow.client.errors import (
 T = TypeVar("T")
 
 RETRIED: retry_base = retry_if_exception_type(ServiceUnavailable)
-"""Only a service that is away is tried again: every other answer would be the same the next time."""
+"""Retry only while the service is unavailable: any other response would be the same the next time."""
 
 
 def give_up_after(retry_for_s: float) -> stop_base:
-    """Stop trying after so many seconds."""
+    """Return the rule that stops retrying after ``retry_for_s`` seconds."""
     return stop_after_delay(retry_for_s)
 
 
 def pause_between() -> wait_base:
-    """Short first, so that a restart of the service is hardly noticed; with jitter, so that tasks do not march.
+    """Return the pauses between retries: short at first, so that a restart of the service is hardly noticed.
 
-    Not before whoever is too busy has asked to be asked again.
+    They have jitter, so that tasks do not retry in lockstep, and are no shorter than the Retry-After of a busy service.
     """
     asked = wait_exception(lambda error: getattr(error, "retry_after_s", 0.0))
     return asked + wait_exponential(multiplier=0.1, max=3.0) + wait_random(0.0, 0.2)
 
 
 def read_answer(call: Call[T], response: httpx.Response, endpoint: Endpoint) -> T:
-    """Read an answer, or raise what it stands for."""
+    """Read a response, or raise the error that it represents."""
     _check_version(response, endpoint)
     if response.status_code == 404 and call.missing is not None:
         return call.missing(response)
@@ -62,7 +62,7 @@ def read_answer(call: Call[T], response: httpx.Response, endpoint: Endpoint) -> 
 
 
 def _check_version(response: httpx.Response, endpoint: Endpoint) -> None:
-    """Refuse a service that speaks another version of the API. One that says nothing is judged by what it answers."""
+    """Refuse a service of another API version. Without a version header, the response itself decides."""
     api = response.headers.get(API_HEADER)
     if api is None or api == API_VERSION:
         return
@@ -76,7 +76,7 @@ def _check_version(response: httpx.Response, endpoint: Endpoint) -> None:
 
 
 def unreachable(error: httpx.TransportError, endpoint: Endpoint) -> ServiceUnavailable | Unauthorized:
-    """Turn a failed exchange into the error to raise."""
+    """Convert a transport error into the error to raise."""
     socket = endpoint.socket_path
     if socket is not None and socket.exists() and not os.access(socket, os.W_OK):
         return Unauthorized(

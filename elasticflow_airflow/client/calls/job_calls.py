@@ -1,7 +1,7 @@
-"""The calls about jobs, code and the service itself.
+"""The calls for jobs, code and the service itself.
 
-All calls are idempotent (a repeated submit attaches), which is why a client may repeat any of them while the service
-is away.
+All calls are idempotent (a repeated submit attaches), so a client may repeat any of them while the service is
+unavailable.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from elasticflow_airflow.client.snapshot import Snapshot
 _SUBMIT_TIMEOUT_S = 30.0
 """The service may wait for a verdict before it answers a submit."""
 _NOT_ASKED: dict[str, Any] = {"secret_env": True, "command": {"args_shown"}}
-"""What a question about a submission need not say."""
+"""Fields of a submission that a dry run or forecast does not need."""
 _UPLOAD_TIMEOUT_S = 120.0
 _DOCTOR_TIMEOUT_S = 90.0
-"""It asks an interpreter and the name service, either of which may be what is slow."""
+"""Long, because the check calls an interpreter and the name service, either of which may be slow."""
 
 _read_statuses = list_reader(JobStatus)
 _read_events = list_reader(Event)
 
 
 class JobCalls:
-    """How each of these calls is built from the arguments of its method."""
+    """Builds each of these calls from the arguments of its method."""
 
     @service_method
     def health(self) -> Call[Health]:
-        """Ask how the service is, and what its slots do."""
+        """Return the health of the service and the state of its slots."""
         return Call(method="GET", path="/v1/health", read=reader(Health))
 
     @service_method
     def version(self) -> Call[dict[str, str]]:
-        """Ask for the service's version (``version``), API version (``api``), and clock (``at``, UTC seconds)."""
+        """Return the service's version (``version``), API version (``api``), and clock (``at``, UTC seconds)."""
         return Call(method="GET", path="/v1/version", read=lambda r: dict(r.json()))
 
     @service_method
     def doctor(self) -> Call[Diagnosis]:
-        """Have the service look over itself and its machine."""
+        """Have the service check itself and its machine."""
         return Call(method="GET", path="/v1/doctor", read=reader(Diagnosis), timeout_s=_DOCTOR_TIMEOUT_S)
 
     @service_method
     def has_snapshot(self, sha256: str) -> Call[bool]:
-        """Whether the service has this code already."""
+        """Whether the service already has this code."""
         return Call(method="GET", path=f"/v1/snapshots/{sha256}", read=lambda _: True, missing=lambda _: False)
 
     @service_method
@@ -92,7 +92,7 @@ class JobCalls:
 
     @service_method
     def dry_run(self, submission: JobSubmission) -> Call[DryRun]:
-        """What admission control would say to a submission now; nothing is submitted, and no secret is sent."""
+        """Return the decision that admission control would make now; nothing is submitted, and no secret is sent."""
         message = _without_news(submission.model_dump(mode="json", exclude=_NOT_ASKED))
         return Call(
             method="PUT",
@@ -105,7 +105,7 @@ class JobCalls:
 
     @service_method
     def forecast(self, hours: float = 24.0, planned: Sequence[PlannedRun] = ()) -> Call[ForecastAnswer]:
-        """What will become of everything that is due in the next hours, planned runs too, and what is missing.
+        """Forecast everything that is due in the next hours, including planned runs, and the slots that are missing.
 
         No secret is sent.
         """
@@ -142,9 +142,9 @@ class JobCalls:
         map_index: int | None = None,
         cursor: str | None = None,
     ) -> Call[list[JobStatus]]:
-        """List jobs, newest first: at most ``limit`` (default 100, most 1,000) of those that all of this is true of.
+        """List jobs that match all filters, newest first: at most ``limit`` (default 100, maximum 1,000).
 
-        The next page begins after ``cursor``, which is the ``cursor`` of the last job of the page before.
+        The page starts after ``cursor``, the ``cursor`` of the previous page's last job.
         """
         wanted: dict[str, Param | None] = {
             "state": state,
@@ -168,24 +168,24 @@ class JobCalls:
 
     @service_method
     def drain(self, node_id: str, until_at: float | None) -> Call[Drain]:
-        """Say when a node goes away (UTC seconds): its workers are moved before. None: it stays after all."""
+        """Announce when a node goes away (UTC seconds); its workers are moved before. None: it stays after all."""
         body = DrainRequest(until_at=until_at).model_dump_json().encode()
         path = f"/v1/nodes/{quote(node_id, safe='')}/drain"
         return Call(method="PUT", path=path, read=reader(Drain), body=body)
 
     @service_method
     def cancel(self, job_id: str, claim: int, reason: str = "") -> Call[JobStatus]:
-        """Cancel a job. Raises StaleClaim when a newer attempt owns it, JobNotFound."""
+        """Cancel a job. Raises StaleClaim if a newer attempt owns it, or JobNotFound."""
         return _claimed("cancel", job_id, claim, reason)
 
     @service_method
     def acknowledge(self, job_id: str, claim: int, reason: str = "") -> Call[JobStatus]:
-        """Say that Airflow has recorded the success: the next submit trains anew. Raises StaleClaim, JobNotFound."""
+        """Confirm that Airflow recorded the success: the next submit trains again. Raises StaleClaim, JobNotFound."""
         return _claimed("acknowledge", job_id, claim, reason)
 
     @service_method
     def renew(self, job_id: str, claim: int, reason: str = "") -> Call[JobStatus]:
-        """Renew the job's lease and see how it stands. Raises StaleClaim, JobNotFound."""
+        """Renew the job's lease and return its status. Raises StaleClaim, JobNotFound."""
         return _claimed("lease", job_id, claim, reason)
 
     @service_method
@@ -198,7 +198,7 @@ class JobCalls:
     def read_log(
         self, job_id: str, log_name: str, offset: int = 0, limit: int = 65536, incarnation: int | None = None
     ) -> Call[LogPiece]:
-        """Read a worker's log from a byte offset on."""
+        """Read a worker's log from a byte offset."""
         params: dict[str, Param] = {"offset": offset, "limit": limit}
         if incarnation is not None:
             params["incarnation"] = incarnation
@@ -212,7 +212,7 @@ def _claimed(verb: str, job_id: str, claim: int, reason: str) -> Call[JobStatus]
 
 
 def _without_news(message: dict[str, Any]) -> dict[str, Any]:
-    """A submission without what was added since the first version and says nothing: an older service refuses it."""
+    """Drop fields that were added after the first version and have their default: an older service refuses them."""
     if message.get("on_past_deadline") == "on_miss":
         del message["on_past_deadline"]
     if message["command"].get("args_shown", ()) is None:

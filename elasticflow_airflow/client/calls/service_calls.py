@@ -1,6 +1,6 @@
-"""All calls of the service together, and what both clients have in common: everything but the sending.
+"""All calls of the service, and what both clients have in common: everything except sending.
 
-No I/O here but to start the embedded service again.
+Does no I/O except restarting the embedded service.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ServiceCalls(JobCalls, InsightCalls, OwnerCalls):
 
 
 class UnsentCalls(ServiceCalls, UnsentCaller):
-    """Each method returns its call as a value, for who sends it otherwise than the clients do."""
+    """Each method returns its call as a value, for callers that send it without one of the clients."""
 
     @staticmethod
     def _method_of(build: F) -> F:
@@ -42,7 +42,7 @@ calls: Final = UnsentCalls()
 
 
 class ServiceClient(ServiceCalls):
-    """What both clients have in common; the arguments as of ``ElasticFlowClient``."""
+    """Base class of both clients; the arguments are those of ``ElasticFlowClient``."""
 
     def __init__(
         self, endpoint: Endpoint, *, retry_for_s: float, timeout_s: float, on_away: Callable[[str], None] | None
@@ -53,7 +53,7 @@ class ServiceClient(ServiceCalls):
         self._on_away = on_away
 
     def _options_of(self, call: Call[Any]) -> dict[str, Any]:
-        """What the HTTP client's ``request()`` is given for a call, besides method and path."""
+        """Return the arguments of the HTTP client's ``request()`` for a call, besides method and path."""
         return {
             "params": dict(call.params),
             "content": call.body,
@@ -62,7 +62,7 @@ class ServiceClient(ServiceCalls):
         }
 
     def _retry_rules(self) -> dict[str, Any]:
-        """What tenacity is given: only a service that is away is tried again, for ``retry_for_s``."""
+        """Return tenacity's arguments: retry only while the service is unavailable, for ``retry_for_s`` seconds."""
         return {
             "retry": RETRIED,
             "stop": give_up_after(self.retry_for_s),
@@ -71,7 +71,7 @@ class ServiceClient(ServiceCalls):
         }
 
     def _report_outage(self, state: RetryCallState) -> None:
-        """Say once per outage that the service does not answer."""
+        """Log, once per outage, that the service does not answer, and call ``on_away``."""
         if state.attempt_number == 1:
             reason = str(state.outcome.exception()) if state.outcome is not None else ""
             log.warning("%s; trying again for %.0f s", reason, self.retry_for_s)
@@ -79,7 +79,7 @@ class ServiceClient(ServiceCalls):
                 self._on_away(reason)
 
     def _start_again(self, state_dir: Path) -> None:
-        """Start the embedded service, which is gone."""
+        """Restart the embedded service, which is gone; only logs a failure."""
         try:
             ensure_service(state_dir, limit_s=min(EMBEDDED_START_LIMIT_S, self.retry_for_s))
         except ServiceUnavailable as error:

@@ -1,4 +1,4 @@
-"""How modelled jobs behave: what a test says of them. Knows nothing of how that is played."""
+"""How modelled jobs behave, as configured by a test. Does not know how the behaviour is simulated."""
 
 from __future__ import annotations
 
@@ -11,70 +11,70 @@ from elasticflow_airflow.engines.port import GangSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeBehaviour:
-    """How a modelled job behaves. Speeds at unlisted sizes are those of the largest listed size below."""
+    """Behaviour of a modelled job. The speed at an unlisted size is that of the next smaller listed size."""
 
     steps_per_s: Mapping[int, float] = field(default_factory=lambda: {1: 10.0, 2: 18.0, 4: 32.0, 8: 56.0})
     startup_s: float = 1.0
     save_s: float = 0.2
     tail_s: float = 0.2
-    """From the report ``finished`` to the end of the processes."""
+    """Time from the report ``finished`` to the end of the processes."""
     report_interval_s: float = 0.5
     reports_a_jump: int | None = None
-    """So often at most it reports, and saves, when the clock jumps; None: 500 reports."""
+    """Maximum number of reports, and of saves, per clock jump; None: 500 reports."""
     samples: int | None = None
-    """Size of an epoch as the session finds it, when the submitter did not say."""
+    """Epoch size that the session determines when the submitter gave none."""
     reports: bool = True
-    """False: a plain script that says nothing, not even ``started``."""
+    """False: a plain script that reports nothing, not even ``started``."""
     uses_session: bool = False
-    """It says before it starts that its script imports the runtime, as real workers do."""
+    """Report before ``started`` that the script imports the runtime, as real workers do."""
     initial_loss: float = 4.0
     final_loss: float = 0.5
     losses: Mapping[int, float] = field(default_factory=dict)
-    """By step, instead of a loss that falls from the initial to the final one; between two of them a straight line."""
+    """Loss by step, linearly interpolated; replaces the default curve from the initial to the final loss."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """What the session reports with its end."""
+    """Metrics that the session reports when it finishes."""
     seed: int = 0
-    """What the script says, where none was submitted."""
+    """Seed that the script reports when none was submitted."""
     logical_workers: int | None = None
-    """How many its script says that it has, where it decides."""
+    """Number of logical workers that the script reports, in jobs where the script decides."""
     threads: int | None = None
-    """With how many a worker says that it computes."""
+    """Number of compute threads that a worker reports."""
     fail_at_step: int | None = None
     failure: str = "RuntimeError: injected failure"
     exit_at_step: int | None = None
-    """Every worker leaves with status 0 there, without ``finished``."""
+    """Every worker exits with status 0 at this step, without ``finished``."""
     early_at_step: int | None = None
-    """The session finishes there."""
+    """The session finishes at this step."""
     early: str | None = "no better for 3 epochs"
-    """Why; None: it does not say that this is meant."""
+    """Reason for the early finish; None: the session does not report it as intended."""
     hang_at_step: int | None = None
     nan_loss_at_step: int | None = None
     backwards_at_step: int | None = None
-    """From there on the reported steps begin again at 0."""
+    """From this step on, reported steps restart at 0."""
     out_of_memory_above: int | None = None
-    """A micro-batch larger than this does not fit; without ``micro_batch_size`` it is the share of a worker."""
+    """Larger micro-batches do not fit in memory; without ``micro_batch_size``, a worker's share is the micro-batch."""
     ignores_leave: bool = False
-    """Does not save and leave when told to; ends by SIGKILL after the grace twice."""
+    """Ignores the order to save and leave; is killed by SIGKILL after twice the grace period."""
     damaged_checkpoints: bool = False
     in_place: bool = False
-    """Its session can be changed without a restart."""
+    """The session supports changes without a restart."""
     join_s: float | None = None
-    """How long new workers take until they can join (None: ``startup_s``)."""
+    """Time until new workers can join (None: ``startup_s``)."""
     in_place_pause_s: float = 0.084
     state_bytes: int = 44_000_000
     plan_wait_s: float = 60.0
-    """So long survivors of a dead worker wait for a new plan."""
+    """How long the survivors of a dead worker wait for a new plan."""
     joiner_dies: int = 0
-    """So many of the job's first joiners die as soon as they are up."""
+    """Number of the job's first joining workers that die as soon as they are up."""
     target_length: float = 1.0
-    """With a target loss: the modelled session's prediction, as a part of the steps that it will really take ..."""
+    """With a target loss: the session's prediction, as a fraction of the steps that are really needed ..."""
     target_error: float | None = 0.1
-    """... and its standard error, as a part of the prediction; None: it never predicts."""
+    """... and its standard error, as a fraction of the prediction; None: the session never predicts."""
     slow_slots: Mapping[str, float] = field(default_factory=dict)
-    """By "node:index": so many times as long a worker computes there; the others wait for it, and all report it."""
-    compute_part: float = 1.0  # of a step without slow workers
+    """By "node:index": factor on the compute time of a worker there; the others wait for it, and all report it."""
+    compute_part: float = 1.0  # fraction of a step without slow workers
     never_switches: bool = False
-    """Changes in place are begun and never come about."""
+    """Changes in place are begun and never completed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps_per_s", {int(k): float(v) for k, v in self.steps_per_s.items()})
@@ -83,12 +83,12 @@ class FakeBehaviour:
             raise ValueError(f"steps_per_s={dict(self.steps_per_s)} needs positive speeds, by number of workers")
 
     def speed(self, workers: int) -> float:
-        """Steps/s with so many workers."""
+        """Return the speed in steps/s with this number of workers."""
         known = [size for size in self.steps_per_s if size <= workers]
         return self.steps_per_s[max(known) if known else min(self.steps_per_s)]
 
     def changed(self, raw: Mapping[str, Any]) -> FakeBehaviour:
-        """A copy with some fields replaced; ValueError names an unknown one."""
+        """Return a copy with some fields replaced. Raises ValueError that names unknown fields."""
         known = {f.name for f in fields(self)}
         unknown = sorted(set(raw) - known)
         if unknown:
@@ -97,33 +97,33 @@ class FakeBehaviour:
 
 
 def _step_of(item: tuple[int | str, float]) -> int:
-    return int(item[0])  # JSON has made text of it
+    return int(item[0])  # JSON turns the keys into strings
 
 
 class Modelled(Protocol):
-    """A modelled gang, as far as those see it who say what it reports."""
+    """The part of a modelled gang that the functions composing its reports need."""
 
     @property
     def spec(self) -> GangSpec:
-        """What it is to do."""
+        """Specification of the gang."""
         ...
 
     @property
     def behaviour(self) -> FakeBehaviour:
-        """How it does it."""
+        """Behaviour of the gang."""
         ...
 
     @property
     def step(self) -> float:
-        """Where it is."""
+        """Current step."""
         ...
 
     @property
     def total_steps(self) -> int | None:
-        """Its length, when that is known."""
+        """Length of the training in steps; None when unknown."""
         ...
 
     @property
     def workers(self) -> int:
-        """How many they are."""
+        """Number of workers."""
         ...

@@ -1,4 +1,4 @@
-"""Modelled changes in place: a gang goes on in the next one, as soon as new workers are there, at a step boundary.
+"""Modelled changes in place: a gang continues as the next one at a step boundary, once the new workers are up.
 
 A function of time over two gangs of a job; knows no clock, thread or process.
 """
@@ -17,7 +17,7 @@ _GOES_ON = ("running", "broken", "hanging")
 
 
 def base_of(gangs: Sequence[FakeGang]) -> FakeGang | None:
-    """The gang of a job whose living workers can go on in another one; None when there is none."""
+    """Return the gang of a job whose live workers can continue in another gang; None when there is none."""
     for gang in reversed(gangs):
         if gang.phase in (*_GOES_ON, "handing") and gang.leave_s is None and gang.behaviour.in_place:
             return gang
@@ -25,13 +25,13 @@ def base_of(gangs: Sequence[FakeGang]) -> FakeGang | None:
 
 
 def staying_of(base: FakeGang, lost: Collection[str]) -> dict[Slot, str]:
-    """Who can go on, by slot: whoever lives and is not given up."""
+    """Return the ids of the workers that can continue, by slot: those that are alive and not in ``lost``."""
     ids = {base.spec.placement[rank]: base.worker_id(rank) for rank in base.living()}
     return {slot: worker_id for slot, worker_id in ids.items() if worker_id not in lost}
 
 
 def give_up(gangs: Sequence[FakeGang], now_s: float) -> None:
-    """Forget a change that has not come about: its joiners end, the gang that trained goes on as it was."""
+    """Abandon an uncompleted change: its joining workers end, the training gang continues unchanged."""
     for gang in gangs:
         if gang.phase in ("joining", "switching"):
             gang.leave(now_s, gang.spec.grace_s)
@@ -41,7 +41,7 @@ def give_up(gangs: Sequence[FakeGang], now_s: float) -> None:
 
 
 def begin(change: FakeGang, base: FakeGang, gangs: Sequence[FakeGang], now_s: float) -> None:
-    """Start the workers that are to join and kill those that are given up; those that go on keep their ids."""
+    """Start the joining workers and kill the lost ones; workers that continue keep their ids."""
     staying = staying_of(base, change.spec.lost)
     number = change.spec.generation
     change.members = [
@@ -60,17 +60,17 @@ def begin(change: FakeGang, base: FakeGang, gangs: Sequence[FakeGang], now_s: fl
 
 
 def die(gangs: Sequence[FakeGang], worker_id: str, exit_code: int) -> bool:
-    """Have a worker of a job die; False when the gang that it trains in cannot go on without it.
+    """Let a worker of a job die; return False when its gang cannot continue without it.
 
-    The gang goes on when its session can change in place and another of its workers lives, and it was no failure of
-    the script (a positive exit code); with 0 it leaves without a word, and the others wait. KeyError for a worker that
-    does not live.
+    The gang continues when its session can change in place, another of its workers is alive, and the death is not a
+    failure of the script (a positive exit code). With exit code 0 the worker leaves silently and the others wait.
+    Raises KeyError for a worker that is not alive.
     """
     homes = [gang for gang in gangs if worker_id in [gang.worker_id(rank) for rank in gang.living()]]
     if not homes:
         raise KeyError(f"no worker {worker_id!r} is running")
     base, *changes = homes
-    if base.phase in ("joining", "switching"):  # a joiner: nobody else is harmed
+    if base.phase in ("joining", "switching"):  # a joining worker: no other worker is affected
         _interrupt(gangs)
         base.dead[worker_id] = exit_code
         return True
@@ -80,13 +80,13 @@ def die(gangs: Sequence[FakeGang], worker_id: str, exit_code: int) -> bool:
     if not goes_on:
         return False
     base.break_down(rank, exit_code)
-    for change in changes:  # it has the same workers, and cannot come about without this one
+    for change in changes:  # it has the same workers and cannot complete without this one
         change.dead[worker_id] = exit_code
     return True
 
 
 def hang(gangs: Sequence[FakeGang], base: FakeGang, rank: int) -> None:
-    """Have a worker do nothing any more; the others wait for it in the middle of a step."""
+    """Let a worker hang; the others wait for it in the middle of a step."""
     _interrupt(gangs)
     base.hung.append(base.worker_id(rank))
     if base.phase == "running":
@@ -94,7 +94,7 @@ def hang(gangs: Sequence[FakeGang], base: FakeGang, rank: int) -> None:
 
 
 def _interrupt(gangs: Sequence[FakeGang]) -> None:
-    """A worker dies in the middle of a switch: the others are where they were, and it does not come about any more."""
+    """Roll back a switch during which a worker died: the others resume where they were, the switch is cancelled."""
     for gang in gangs:
         if gang.phase == "switching":
             gang.phase, gang.phase_ends_s = "joining", gang.now_s
@@ -104,7 +104,7 @@ def _interrupt(gangs: Sequence[FakeGang]) -> None:
 
 
 def advance_job(gangs: Sequence[FakeGang], now_s: float, write: CheckpointWriter) -> None:
-    """Carry all gangs of a job to the present, the change that is under way included."""
+    """Advance all gangs of a job to ``now_s``, including a change in progress."""
     while True:
         change = next((gang for gang in gangs if gang.phase in ("joining", "switching")), None)
         base = next((g for g in gangs if change and g.spec.generation == change.continues), None)
@@ -124,7 +124,7 @@ def advance_job(gangs: Sequence[FakeGang], now_s: float, write: CheckpointWriter
 
 
 def _ready_s(change: FakeGang, base: FakeGang | None) -> float:
-    """When the next thing happens to a change; infinite while it waits for something that does not come by itself."""
+    """Return the time of the next event of a change; infinity while it waits for an external event."""
     if base is None or change.dead:
         return math.inf
     if change.phase == "switching":

@@ -1,9 +1,9 @@
 """An engine without processes: gangs run in modelled time, for tests of the service and for trying things out.
 
-It honours the port to the letter (fence, generations, leases, at-least-once reports) and can be told to fail:
-workers that die, gangs that are lost, calls that raise, a crash before or after any call. What a real machine
-keeps when the service is killed (the gangs) lives in a :class:`FakeWorld`, apart from what the service
-forgets (which reports it has seen).
+It implements the port exactly (fence, generations, leases, at-least-once reports) and can inject failures: workers
+that die, gangs that are lost, calls that raise, a crash before or after any call. State that a real machine keeps when
+the service is killed (the gangs) is in a :class:`FakeWorld`, separate from state that the service loses (which reports
+it has seen).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from elasticflow_airflow.scheduler_core.model.values import Slot
 __all__ = ["BEHAVIOUR_ENV", "FakeBehaviour", "FakeEngine", "FakeWorld", "fake_nodes"]
 
 BEHAVIOUR_ENV = "ELASTICFLOW_FAKE"
-"""In a job's environment: a JSON object of FakeBehaviour fields that this job changes."""
+"""Variable in a job's environment: a JSON object of the FakeBehaviour fields that this job overrides."""
 
 CallHook = Callable[[str, str, str], None]
 """(method, job id or "", "before" or "after"): called around every engine call; may raise to model a crash."""
@@ -48,23 +48,23 @@ CallHook = Callable[[str, str, str], None]
 
 @dataclass(slots=True)
 class FakeWorld:
-    """The machines and the gangs on them: survives every restart of the service, as object or as a file."""
+    """The machines and the gangs on them. Survives restarts of the service, as an object or as a file."""
 
     jobs_dir: Path
-    """Where jobs have their files."""
+    """Folder of the job files."""
     nodes: dict[str, EngineNode]
     clock: Callable[[], float] = time.time
     behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
     behaviours: dict[str, FakeBehaviour] = field(default_factory=dict)
-    """By job id; the others take ``behaviour``."""
+    """By job id; other jobs use ``behaviour``."""
     state_file: Path | None = None
     write_checkpoint: CheckpointWriter = write_fake_checkpoint
     gangs: dict[tuple[str, int], FakeGang] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
     troubles: dict[str, str] = field(default_factory=dict)
-    """By job id: why its gangs cannot be looked at, as if its script had spoilt their files."""
+    """By job id: why its gangs cannot be observed, as if its script had damaged their files."""
     journal: Journal | None = None
-    """What keeps the gangs in ``state_file``; None: nothing does."""
+    """Stores the gangs in ``state_file``; None: they are not stored."""
 
     def __post_init__(self) -> None:
         if self.state_file is not None:
@@ -73,11 +73,11 @@ class FakeWorld:
                 self.gangs[gang.spec.job_id, gang.spec.generation] = gang
 
     def of(self, job_id: str) -> list[FakeGang]:
-        """All gangs of a job, oldest generation first."""
+        """Return all gangs of a job, oldest generation first."""
         return sorted((gang for (owner, _), gang in self.gangs.items() if owner == job_id), key=_generation)
 
     def advance(self, job_id: str | None = None) -> None:
-        """Carry all gangs to the present; with a job, only its own."""
+        """Advance all gangs to the present, or only those of ``job_id``."""
         now_s = self.clock()
         gangs: dict[str, list[FakeGang]] = {}
         for (owner, _), gang in self.gangs.items():
@@ -87,7 +87,7 @@ class FakeWorld:
             advance_job(sorted(its, key=_generation), now_s, self.write_checkpoint)
 
     def on_slots(self, slots: Collection[Slot], but: str) -> list[FakeGang]:
-        """Gangs of other jobs than ``but`` that have some of these slots, as they are now."""
+        """Return the gangs of jobs other than ``but`` placed on any of these slots, advanced to the present."""
         wanted = frozenset(slots)
         found = [gang for gang in self.gangs.values() if not wanted.isdisjoint(gang.spec.placement)]
         others = [gang for gang in found if gang.spec.job_id != but]
@@ -96,23 +96,23 @@ class FakeWorld:
         return others
 
     def standing(self, job_id: str) -> list[object]:
-        """Something that differs when more than time and leases has happened to a job's gangs."""
+        """Return a value that changes with every change of a job's gangs except those of time and leases."""
         return [
             (gang.spec.generation, gang.phase, gang.leave_s, gang.spec.cleared_generation) for gang in self.of(job_id)
         ]
 
     def next_turn_s(self) -> float:
-        """When something other than progress will next happen by itself; infinity: never."""
+        """Return the time of the next spontaneous event other than progress; infinity: never."""
         return min((gang.next_turn_s() for gang in self.gangs.values()), default=math.inf)
 
     def save(self, job_id: str | None = None) -> None:
-        """Write down what has happened, where the world is kept in a file; with a job, only to its gangs."""
+        """Write all changes to the state file, if there is one; with ``job_id``, only those of its gangs."""
         if self.journal is not None:
             self.journal.write(self.gangs, None if job_id is None else [key for key in self.gangs if key[0] == job_id])
 
 
 def fake_nodes(nodes: int = 1, slots: int = 4) -> tuple[EngineNode, ...]:
-    """So many equal modelled nodes."""
+    """Return equal modelled nodes."""
     return tuple(EngineNode(node_id=f"node{i}", slots=slots, device="cpu", device_type="fake") for i in range(nodes))
 
 
@@ -123,8 +123,8 @@ def _generation(gang: FakeGang) -> int:
 class FakeEngine:
     """The engine port over a :class:`FakeWorld`. Thread-safe.
 
-    ``FakeEngine(fake_nodes(2, 4), jobs_dir, clock=clock)`` makes its own world; ``engine.restarted()`` is what a
-    restarted service would find. With ``state_file`` the world also survives the process.
+    ``FakeEngine(fake_nodes(2, 4), jobs_dir, clock=clock)`` creates its own world; ``engine.restarted()`` is what a
+    restarted service would see. With ``state_file`` the world also survives the process.
     """
 
     def __init__(
@@ -140,23 +140,25 @@ class FakeEngine:
         on_call: CallHook | None = None,
         world: FakeWorld | None = None,
     ) -> None:
-        if world is None and jobs_dir is None:
-            raise ValueError("jobs_dir is missing: where jobs have their files")
-        self.world = world or FakeWorld(
-            jobs_dir=Path(jobs_dir or ""),
-            nodes={node.node_id: node for node in nodes or fake_nodes()},
-            clock=clock,
-            behaviour=behaviour or FakeBehaviour(),
-            behaviours=dict(behaviours or {}),
-            state_file=state_file,
-            write_checkpoint=write_checkpoint,
-        )
+        if world is None:
+            if jobs_dir is None:
+                raise ValueError("jobs_dir is missing: where jobs have their files")
+            world = FakeWorld(
+                jobs_dir=jobs_dir,
+                nodes={node.node_id: node for node in nodes or fake_nodes()},
+                clock=clock,
+                behaviour=behaviour or FakeBehaviour(),
+                behaviours=dict(behaviours or {}),
+                state_file=state_file,
+                write_checkpoint=write_checkpoint,
+            )
+        self.world = world
         self.on_call = on_call
         self._errors: dict[str, list[EngineError]] = {}
         self._delivered: dict[tuple[str, int], int] = {}
 
     def restarted(self) -> FakeEngine:
-        """A new engine over the same world, as a restarted service makes it: every report comes again."""
+        """Return a new engine over the same world, as after a service restart: all reports are delivered again."""
         return FakeEngine(world=self.world, on_call=self.on_call)
 
     @property
@@ -166,13 +168,13 @@ class FakeEngine:
 
     @property
     def files(self) -> JobFolders:
-        """The folders of jobs."""
+        """The job folders."""
         return JobFolders(self.world.jobs_dir)
 
     # The port.
 
     def inventory(self) -> tuple[EngineNode, ...]:
-        """Nodes that are there now."""
+        """Return the present nodes."""
         self._call("inventory", "", "before")
         with self.world.lock:
             nodes = tuple(self.world.nodes.values())
@@ -185,17 +187,17 @@ class FakeEngine:
         with self.world.lock:
             before = self.world.standing(spec.job_id)
             self._apply(spec)
-            if self.world.standing(spec.job_id) != before:  # leases, and what others did, when gangs are observed
+            if self.world.standing(spec.job_id) != before:  # leases and changes of other jobs are saved by observe()
                 self.world.save(spec.job_id)
         self._call("apply", spec.job_id, "after")
 
     def latest(self, job_id: str) -> int:
-        """The highest generation that is remembered."""
+        """Return the highest generation on record; 0 when there is none."""
         with self.world.lock:
             return max((gang.spec.generation for gang in self.world.of(job_id)), default=0)
 
     def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:  # noqa: ARG002  (the port's signature)
-        """Tell all workers of the job to save and leave."""
+        """Order all workers of the job to save and leave."""
         self._call("stop", job_id, "before")
         with self.world.lock:
             self.world.advance(job_id)
@@ -213,7 +215,7 @@ class FakeEngine:
         self._call("renew", job_id, "after")
 
     def observe(self) -> tuple[GangObservation, ...]:
-        """Every gang, with the reports that this engine object has not delivered yet."""
+        """Return every gang, with the reports that this engine object has not delivered yet."""
         self._call("observe", "", "before")
         with self.world.lock:
             self.world.advance()
@@ -242,7 +244,7 @@ class FakeEngine:
         self._call("forget", job_id, "after")
 
     def read_log(self, job_id: str, incarnation: int, worker_id: str, offset: int, limit: int) -> LogChunk:
-        """The reports of a worker, as text. Raises KeyError for a worker that never was."""
+        """Return the reports of a worker as text. Raises KeyError for a worker that never existed."""
         self._call("read_log", job_id, "before")
         with self.world.lock:
             self.world.advance()
@@ -268,7 +270,7 @@ class FakeEngine:
         return LogChunk(data, min(offset, len(text)), min(offset, len(text)) + len(data), at_end)
 
     def stacks(self, job_id: str) -> Mapping[str, str]:
-        """What each live worker of a job is doing, in the form that real ones answer in."""
+        """Return a made-up stack for each live worker of a job, in the format of real ones."""
         with self.world.lock:
             self.world.advance()
             return {
@@ -280,12 +282,12 @@ class FakeEngine:
             }
 
     def close(self) -> None:
-        """Let go; the world goes on."""
+        """Do nothing; the world continues."""
 
-    # What tests do to it.
+    # Interventions by tests.
 
     def fail_worker(self, job_id: str, rank: int = 0, exit_code: int = -9, message: str = "killed") -> None:
-        """One worker of the gang that trains dies by itself, and the gang with it, unless it can go on in place."""
+        """Let one worker of the training gang die, and the gang with it unless it can continue in place."""
         with self.world.lock:
             gang = self._running(job_id)
             gangs, worker_id = self.world.of(job_id), gang.worker_id(rank)
@@ -294,7 +296,7 @@ class FakeEngine:
             self.world.save()
 
     def kill_worker(self, job_id: str, worker: str | int) -> None:
-        """A worker (its id, or its rank in the gang that trains) is killed. KeyError when no such worker lives."""
+        """Kill a worker (its id, or its rank in the training gang). Raises KeyError when no such worker is alive."""
         with self.world.lock:
             gang = self._running(job_id)
             names = [gang.worker_id(rank) for rank in range(gang.workers)]
@@ -306,14 +308,14 @@ class FakeEngine:
             self.world.save()
 
     def hang_worker(self, job_id: str, rank: int) -> None:
-        """A worker of the gang that trains does nothing any more, until a plan gives it up and it is killed."""
+        """Let a worker of the training gang hang, until a plan lists it as lost and it is killed."""
         with self.world.lock:
             gang = self._running(job_id)
             hang(self.world.of(job_id), gang, rank)
             self.world.save()
 
     def fail_joiner(self, job_id: str, exit_code: int = -9) -> None:
-        """A worker that was to join a training in place dies before it could. KeyError when none is joining."""
+        """Kill a worker that is joining a training in place. Raises KeyError when none is joining."""
         with self.world.lock:
             self.world.advance()
             for gang in self.world.of(job_id):
@@ -326,18 +328,18 @@ class FakeEngine:
         raise KeyError(f"job {job_id} has no worker that is joining")
 
     def lose(self, job_id: str, message: str = "the supervisor is gone") -> None:
-        """The newest generation's supervisor dies, and the workers with it."""
+        """Let the newest generation's supervisor die, and its workers with it."""
         with self.world.lock:
             self._running(job_id).end(GangOutcome.LOST, -9, message)
             self.world.save()
 
     def spoil(self, job_id: str, trouble: str = "status.json does not hold what it should") -> None:
-        """The files of a job cannot be read any more, whatever becomes of its workers."""
+        """Make the files of a job unreadable from now on; its workers are not affected."""
         with self.world.lock:
             self.world.troubles[job_id] = trouble
 
     def set_busy(self, node_id: str, index: int, holder: str | None) -> None:
-        """Somebody else holds a slot (or, with None, gives it back)."""
+        """Mark a slot as held by a foreign holder; None releases it."""
         with self.world.lock:
             node = self.world.nodes[node_id]
             busy = {i: who for i, who in node.busy.items() if i != index}
@@ -346,7 +348,7 @@ class FakeEngine:
             self.world.nodes[node_id] = replace(node, busy=busy)
 
     def remove_node(self, node_id: str) -> None:
-        """A node dies: it leaves the inventory and every gang on it is lost."""
+        """Let a node die: it leaves the inventory and every gang on it is lost."""
         with self.world.lock:
             self.world.advance()
             del self.world.nodes[node_id]
@@ -356,15 +358,15 @@ class FakeEngine:
             self.world.save()
 
     def add_node(self, node: EngineNode) -> None:
-        """A node joins."""
+        """Add a node."""
         with self.world.lock:
             self.world.nodes[node.node_id] = node
 
     def fail_next(self, method: str, message: str) -> None:
-        """The next call of a method raises EngineError."""
+        """Make the next call of a method raise EngineError."""
         self._errors.setdefault(method, []).append(EngineError(message))
 
-    # Inside.
+    # Internal.
 
     def _call(self, method: str, job_id: str, when: str) -> None:
         if self.on_call:
@@ -397,7 +399,7 @@ class FakeEngine:
             current = FakeGang(spec=spec, behaviour=self._behaviour(spec), now_s=self.world.clock())
             if spec.mode is RescaleMode.IN_PLACE:
                 self._change(current, gangs)
-            else:  # nobody is told to leave for slots that somebody else holds
+            else:  # no worker is ordered to leave for slots that others hold
                 self._check_slots(spec, *gangs)
             self.world.gangs[spec.job_id, spec.generation] = current
         current.spec = replace(current.spec, cleared_generation=spec.cleared_generation, lease_s=spec.lease_s)
@@ -427,7 +429,7 @@ class FakeEngine:
                 raise EngineError(f"job {spec.job_id}: there is no slot {slot.node_id}:{slot.index}")
 
     def _change(self, change: FakeGang, gangs: list[FakeGang]) -> None:
-        """Have the gang that trains go on in another one; a change that was under way is given up."""
+        """Let the training gang continue in ``change``; a change already in progress is abandoned."""
         spec, base = change.spec, base_of(gangs)
         if base is None:
             raise EngineError(f"job {spec.job_id}: no gang is there that could go on in place; apply it by restart")
@@ -441,7 +443,7 @@ class FakeEngine:
         begin(change, base, gangs, self.world.clock())
 
     def _check_slots(self, spec: GangSpec, *but: FakeGang) -> None:
-        """Raise EngineError when a slot is held, by others or by gangs of ours that are not among ``but``."""
+        """Raise SlotsHeldError when others or gangs of this world that are not in ``but`` hold a slot."""
         for slot in spec.placement:
             holder = self.world.nodes[slot.node_id].busy.get(slot.index)
             if holder is not None:

@@ -1,7 +1,7 @@
-"""A modelled gang: what the workers of one generation would do and say, as a function of time alone.
+"""A modelled gang: what the workers of one generation would do and report, as a function of time alone.
 
-Knows no clock (it is told the time), no thread and no process. The only disk it touches are the candidate
-checkpoints that it leaves where a real worker would, so that a service can judge and promote them.
+Knows no clock (the time is passed in), no thread and no process. The only files it writes are candidate checkpoints,
+where a real worker would write them, so that a service can judge and promote them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from elasticflow_airflow.runtime.stores.manifest import publish, writing
 
 FIRST_SAVE_S = 60.0
 MAX_REPORTS_AN_ADVANCE = 500
-"""When a virtual clock jumps far, progress reports are thinned to about this many."""
+"""When a virtual clock jumps far, progress reports are thinned out to about this many."""
 NOISE_SCALE = 1840.0
-"""What every modelled training says of its gradients, in samples."""
+"""Gradient noise scale that every modelled training reports, in samples."""
 
 _LEASE_GRAIN_S = 5.0
 
@@ -52,14 +52,14 @@ def write_fake_checkpoint(spec: GangSpec, step: int, damaged: bool) -> tuple[str
 
 @dataclass(slots=True, kw_only=True)
 class FakeGang:
-    """One generation. Mutable; :meth:`advance` carries it to a later time."""
+    """One generation. Mutable; :meth:`advance` moves it to a later time."""
 
     spec: GangSpec
     behaviour: FakeBehaviour
     phase: str = "pending"
     """pending, starting, running, hanging, saving, tail or ended; in place (see change_in_place.py) also joining,
-    switching, broken (a worker is dead, the others wait), handing (over to its successor) or thinning (those that are
-    in no newer plan are leaving)."""
+    switching, broken (a worker is dead, the others wait), handing (over to its successor) or thinning (workers that
+    are not in the newer plan are leaving)."""
     now_s: float = 0.0
     phase_ends_s: float = math.inf
     step: float = 0.0
@@ -75,22 +75,22 @@ class FakeGang:
     failure: str | None = None
     failed_rank: int | None = None
     started: bool = False
-    """Ever had workers."""
+    """Whether the gang ever had workers."""
     reports: list[Report] = field(default_factory=list)
     members: list[str] = field(default_factory=list)
-    """In place: ids of the workers by rank, those that go on included."""
+    """In place: ids of the workers by rank, including those that continue."""
     continues: int | None = None
-    """In place: the generation whose workers go on."""
+    """In place: the generation whose workers continue."""
     dead: dict[str, int] = field(default_factory=dict)
-    """Exit codes of workers that died while others live."""
+    """Exit codes of workers that died while others are alive."""
     hung: list[str] = field(default_factory=list)
-    """Workers that live and do nothing: nobody gets on until they are killed."""
+    """Workers that are alive but hang: no worker makes progress until they are killed."""
     doomed: list[str] = field(default_factory=list)
-    """Joiners that will die as soon as they are up."""
+    """Joining workers that will die as soon as they are up."""
     gone_on: list[str] = field(default_factory=list)
-    """Workers that train in a newer generation: they live on when this one has ended."""
+    """Workers that train in a newer generation: they stay alive when this one has ended."""
     recovers: bool = False
-    """The change that is under way is one without workers that died."""
+    """Whether the change in progress removes workers that died."""
 
     @property
     def workers(self) -> int:
@@ -99,7 +99,7 @@ class FakeGang:
 
     @property
     def total_steps(self) -> int | None:
-        """Length of the training as the session knows it."""
+        """Length of the training in steps, as known to the session."""
         session = self.spec.session
         if session.steps is not None:
             return session.steps
@@ -110,39 +110,39 @@ class FakeGang:
 
     @property
     def last_step(self) -> int | None:
-        """Where it ends: after all steps, when the modelled loss is at its target, or early."""
+        """Step at which the training ends: after all steps, when the modelled loss reaches its target, or early."""
         ends = (self.total_steps, reached_at(self), self.behaviour.early_at_step)
         return min((step for step in ends if step is not None), default=None)
 
     def worker_id(self, rank: int) -> str:
-        """Id of a worker, also the name of its log."""
+        """Return the id of a worker, which is also the name of its log."""
         if self.members:
             return self.members[rank]
         return f"g{self.spec.generation:06d}-r{rank:03d}"
 
     def mark(self) -> object:
-        """Something that differs whenever anything has happened but the passing of time."""
+        """Return a value that changes whenever anything but the time changes."""
         lease = self.lease_ends_s // _LEASE_GRAIN_S
         fence = self.spec.cleared_generation
         harm = tuple(self.dead), tuple(self.hung)
         return self.phase, len(self.reports), self.leave_s, lease, self.outcome, fence, harm
 
     def living(self) -> list[int]:
-        """Ranks of the workers that are there, and in no newer generation."""
+        """Return the ranks of the workers that are alive and not in a newer generation."""
         if not self.started or self.phase == "ended":
             return []
         gone = {*self.dead, *self.gone_on}
         return [rank for rank in range(self.workers) if self.worker_id(rank) not in gone]
 
     def start(self, now_s: float) -> None:
-        """Start the workers; the fence is the caller's affair."""
+        """Start the workers; the caller is responsible for the fence."""
         self.started = True
         self.now_s = now_s
         self.phase = "starting"
         self.phase_ends_s = now_s + self.behaviour.startup_s
 
     def leave(self, now_s: float, grace_s: float) -> None:
-        """Tell the workers to save and leave; the first word counts."""
+        """Order the workers to save and leave; only the first order counts."""
         if self.phase == "pending":
             self.phase, self.outcome, self.now_s = "ended", GangOutcome.STOPPED, now_s
         elif self.phase in ("joining", "switching"):
@@ -153,7 +153,7 @@ class FakeGang:
 
     @property
     def _save_interval_s(self) -> float:
-        """What a real session begins with where nobody has said it."""
+        """Interval between saves; the default is the initial interval of a real session."""
         chosen_s = self.spec.session.checkpoint_interval_s
         return FIRST_SAVE_S if chosen_s is None else chosen_s
 
@@ -169,22 +169,22 @@ class FakeGang:
         ]
 
     def break_down(self, rank: int, exit_code: int) -> None:
-        """One worker dies and the others wait for a plan without it."""
+        """Let one worker die; the others wait for a plan without it."""
         self.dead[self.worker_id(rank)] = exit_code
-        if self.phase == "hanging" and set(self.hung) <= set(self.dead):  # the others are free again
+        if self.phase == "hanging" and set(self.hung) <= set(self.dead):  # the others are no longer blocked
             self.behaviour = replace(self.behaviour, hang_at_step=None)
             self.hung.clear()
             self.phase = "running"
         self.wait_for_plan()
 
     def wait_for_plan(self) -> None:
-        """Stand still, if somebody is dead, where the last step was done."""
+        """Stop after the last completed step if a worker is dead."""
         if self.phase == "running" and self.dead:
             self.step = float(math.floor(self.step + 1e-9))
             self.phase, self.phase_ends_s = "broken", self.now_s + self.behaviour.plan_wait_s
 
     def advance(self, now_s: float, write: CheckpointWriter) -> None:
-        """Carry the model to ``now_s``; a clock that goes backwards changes nothing."""
+        """Advance the model to ``now_s``; a clock that goes backwards changes nothing."""
         report_s, save_s = self._intervals_s(now_s - self.now_s)
         while self.phase not in ("pending", "ended"):
             at_s, what = self._next_event()
@@ -208,7 +208,7 @@ class FakeGang:
         self._move_to(now_s)
 
     def _intervals_s(self, jump_s: float) -> tuple[float, float]:
-        """How far reports, and saves, are apart while the clock jumps so far."""
+        """Return the intervals between reports and between saves for a clock jump of ``jump_s``."""
         report_s, save_s, most = self.behaviour.report_interval_s, self._save_interval_s, self.behaviour.reports_a_jump
         if most is None:
             stretch = max(1.0, jump_s / (MAX_REPORTS_AN_ADVANCE * report_s))
@@ -216,7 +216,7 @@ class FakeGang:
         return max(report_s, jump_s / most), max(save_s, jump_s / most)
 
     def observation(self, reports: tuple[Report, ...]) -> GangObservation:
-        """What an engine says of this gang."""
+        """Return the observation of this gang that an engine would report."""
         state = {
             "pending": GangState.PENDING,
             "starting": GangState.STARTING,
@@ -254,7 +254,7 @@ class FakeGang:
         )
 
     def next_turn_s(self) -> float:
-        """When it will next start to train, end, fail or be gone by itself, as it is now; infinity: never."""
+        """Return when it will next start training, end, fail or leave without outside influence; infinity: never."""
         return math.inf if self.phase == "ended" else self._next_event(by_the_way=False)[0]
 
     # The model: which event comes next, and what it does.
@@ -350,18 +350,18 @@ class FakeGang:
             self.begin_to_report()
 
     def begin_to_report(self) -> None:
-        """Say something about the training from now on, and save now and then."""
+        """Begin periodic progress reports and checkpoints."""
         self.reported_step, self.reported_s = self._shown_step(), self.now_s
         self.next_report_s = self.now_s + self.behaviour.report_interval_s
         self.next_checkpoint_s = self.now_s + self._save_interval_s
 
     def speak(self) -> None:
-        """Say at this moment how far it is."""
+        """Report the progress now."""
         if self.phase == "running" and self.behaviour.reports:
             self._progress()
 
     def say_started(self, rank: int, **data: Any) -> None:
-        """Report that a worker is in this generation, with what it knows of where it comes from."""
+        """Report that a worker has started in this generation; ``data`` describes where it resumed from."""
         self._say(
             ReportKind.STARTED,
             rank,
@@ -398,7 +398,7 @@ class FakeGang:
         elif what == "hang":
             self.phase = "hanging"
         else:
-            self.step = float(self.last_step or self.step)  # not a rounding error before it
+            self.step = float(self.last_step or self.step)  # remove the rounding error
             if self.behaviour.reports:
                 self._progress()
                 path = self._checkpoint(write)

@@ -1,4 +1,4 @@
-"""Modelled gangs as JSON and back: what the state file of a modelled world holds, without secrets."""
+"""Conversion of modelled gangs to JSON and back, for the state file of a modelled world; without secrets."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from elasticflow_airflow.scheduler_core.model.values import Slot
 
 
 def fields_to_json(gang: FakeGang) -> dict[str, Any]:
-    """Everything but the specification and the reports, as JSON values (infinite times become null)."""
+    """Return all fields except the specification and the reports as JSON values (infinite times become null)."""
     raw = {f.name: getattr(gang, f.name) for f in fields(gang) if f.name not in ("spec", "reports", "behaviour")}
     raw["behaviour"] = asdict(gang.behaviour)
     return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in raw.items()}
 
 
 def spec_to_json(spec: GangSpec) -> dict[str, Any]:
-    """A specification without its secrets."""
+    """Return a specification as JSON values, without its secrets."""
     return {**asdict(spec), "secret_env": {}}
 
 
 def report_lines(reports: Iterable[Report]) -> list[str]:
-    """Reports, each as a line."""
+    """Return each report as a line."""
     return [report.to_line().decode() for report in reports]
 
 
 def gang_from_json(raw: Mapping[str, Any]) -> FakeGang:
-    """Read a gang: its fields, with its specification and the lines of its reports among them."""
+    """Build a gang from its fields, which include its specification and the lines of its reports."""
     values = dict(raw)
     for name in ("phase_ends_s", "next_report_s", "next_checkpoint_s", "lease_ends_s"):
         values[name] = math.inf if values[name] is None else values[name]

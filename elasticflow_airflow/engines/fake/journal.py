@@ -1,7 +1,7 @@
-"""The state file of a modelled world: one line for everything that happens to a gang, so that a line is all it costs.
+"""The state file of a modelled world: a journal with one line per change of a gang.
 
-A world of hundreds of gangs writes what happened to one of them, and not all of them anew. The file is made short again
-now and then. It outlives the process, not a crash of the machine: the world is modelled anyway.
+In a world of hundreds of gangs, a change of one gang costs one line instead of a rewrite of all gangs. The file is
+compacted from time to time. It survives the process, but not a machine crash: the world is only a model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Written:
-    """What the file says of a gang: after which mark, how many of its reports, and which specification."""
+    """What the file holds of a gang: its last mark, its number of reports, and its specification."""
 
     mark: object
     reports: int
@@ -41,14 +41,14 @@ class Journal:
     path: Path
     _written: dict[Key, _Written] = field(default_factory=dict)
     _lines: int | None = None
-    """How many the file has; None: it is written anew first."""
+    """Number of lines in the file; None: the next write rewrites the file."""
 
     def read(self) -> list[FakeGang]:
-        """All gangs, as last written; none when there is no file. A line that was cut off did not happen."""
+        """Return all gangs as last written; none when there is no file. A truncated line is ignored."""
         if not self.path.exists():
             return []
         text = self.path.read_text()
-        if text.startswith("{\n"):  # as it was written before it had lines
+        if text.startswith("{\n"):  # the older format, without lines
             return [gang_from_json(json.loads(item)) for item in json.loads(text)["gangs"]]
         found: dict[Key, dict[str, Any]] = {}
         for line in text.splitlines(keepends=True):
@@ -65,7 +65,7 @@ class Journal:
         return [gang_from_json(raw) for raw in found.values()]
 
     def write(self, gangs: Mapping[Key, FakeGang], only: Collection[Key] | None = None) -> None:
-        """Write what has happened since, and which gangs are gone; ``only``: to these gangs, the others later."""
+        """Append changes since the last write, and removed gangs; ``only`` limits the changes to these gangs."""
         if self._lines is None or self._lines > max(_LEAST_LINES, _LINES_A_GANG * len(gangs)):
             self._write_anew(gangs)
             return

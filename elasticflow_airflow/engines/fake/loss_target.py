@@ -1,4 +1,4 @@
-"""What a modelled session says of a loss to train to: the curve so far, and when the target will be reached.
+"""What a modelled session reports about a target loss: the curve so far, and when the target will be reached.
 
 Pure functions over a modelled gang; its loss falls as final + (initial - final) / (1 + step / 20), or as given.
 """
@@ -15,14 +15,14 @@ _HALF_STEPS = 20.0
 
 
 def modelled_loss(model: FakeBehaviour, step: float) -> float:
-    """The loss after so many steps."""
+    """Return the loss after ``step`` steps."""
     if model.losses:
         return _between(list(model.losses.items()), step)
     return model.final_loss + (model.initial_loss - model.final_loss) / (1.0 + step / _HALF_STEPS)
 
 
 def reached_at(gang: Modelled) -> int | None:
-    """The step at whose end the loss is at the target; None when it never is, or there is none."""
+    """Return the step after which the loss is at the target; None when it never is, or there is no target."""
     model, target = gang.behaviour, gang.spec.session.target_loss
     if target is None:
         return None
@@ -35,7 +35,7 @@ def reached_at(gang: Modelled) -> int | None:
 
 
 def _between(losses: list[tuple[int, float]], step: float) -> float:
-    """The loss at a step on the line through those that are given; before and after them it stays."""
+    """Interpolate the given losses linearly at a step; outside their range the loss is constant."""
     for (left, before), (right, after) in pairwise(losses):
         if left <= step <= right:
             return before + (after - before) * (step - left) / (right - left)
@@ -43,7 +43,7 @@ def _between(losses: list[tuple[int, float]], step: float) -> float:
 
 
 def _first_at_most(losses: list[tuple[int, float]], target: float) -> int | None:
-    """The first step whose loss is at most the target; None when none is."""
+    """Return the first step whose loss is at most the target; None when there is none."""
     if losses[0][1] <= target:
         return losses[0][0]
     for (left, before), (right, after) in pairwise(losses):
@@ -53,7 +53,7 @@ def _first_at_most(losses: list[tuple[int, float]], target: float) -> int | None
 
 
 def said_of_target(gang: Modelled, *, ended: bool = False) -> dict[str, Any]:
-    """What a report holds of the target; empty without one."""
+    """Return the target data of a report; empty without a target."""
     model, target, step, total = gang.behaviour, gang.spec.session.target_loss, gang.step, gang.total_steps
     if target is None:
         return {}

@@ -1,4 +1,4 @@
-"""Modelled workers that are slow where they are: the others wait for them, and all say how long they compute.
+"""Modelled workers on slow slots: the others wait for them, and all report their compute times.
 
 Pure functions over a modelled gang.
 """
@@ -11,19 +11,19 @@ from elasticflow_airflow.engines.fake.behaviour import Modelled
 
 
 def slowness(gang: Modelled, rank: int) -> float:
-    """How many times as long a worker computes."""
+    """Return the factor on a worker's compute time."""
     node_id, index = gang.spec.placement[rank]
     return gang.behaviour.slow_slots.get(f"{node_id}:{index}", 1.0)
 
 
 def slowest(gang: Modelled) -> float:
-    """The same of the slowest worker, which is how many times as long a step of the gang takes."""
+    """Return the factor on the gang's step time, which the slowest worker determines."""
     most = max(slowness(gang, rank) for rank in range(gang.workers))
     return 1.0 + gang.behaviour.compute_part * (most - 1.0)
 
 
 def said_of_workers(gang: Modelled, steps: int, seconds: float) -> list[dict[str, Any]]:
-    """What the workers report of themselves, in rank order; nothing where nobody is slow."""
+    """Return the data of the workers' own reports, in rank order; empty when no slot is slow."""
     if not gang.behaviour.slow_slots:
         return []
     each_s = gang.behaviour.compute_part * seconds / slowest(gang)

@@ -1,8 +1,8 @@
 """The local engine: torchrun workers on this machine, under supervisors that outlive the service.
 
-The engine (``engine.py``) writes what should be; one supervisor process per generation and node
-(``workers/supervisor.py``) makes it so and writes down what is. They talk through files (``files/``) only, so that
-either can be killed.
+The engine (``engine.py``) writes the desired state; one supervisor process per generation and node
+(``workers/supervisor.py``) establishes it and writes the actual state. They communicate through files (``files/``)
+only, so that either can be killed.
 """
 
 from __future__ import annotations

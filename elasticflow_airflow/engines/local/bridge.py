@@ -1,8 +1,8 @@
-"""A folder for PYTHONPATH through which any interpreter that has torch finds our runtime, and torchrun our rendezvous.
+"""A PYTHONPATH folder through which any interpreter that has torch finds our runtime, and torchrun our rendezvous.
 
-It holds a link to this very package and a dist-info with the entry point, nothing else: putting the service's
-site-packages there would drag its libraries into the user's interpreter. The dist-info bears our real name, so that
-an interpreter in which the package is installed sees it once (importlib.metadata takes the first of a name).
+It holds only a link to this package and a dist-info with the entry point: the service's site-packages would bring its
+libraries into the user's interpreter. The dist-info has our real name, so that an interpreter in which the package is
+installed sees it once (importlib.metadata takes the first distribution of a name).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ENTRY_POINTS = "[torchrun.handlers]\nelasticflow = elasticflow_airflow.runtime.
 
 
 def prepare_bridge(state_dir: Path) -> Path:
-    """Make or repair ``<state_dir>/runtime-path``; returns it. Idempotent, safe against a race of two."""
+    """Create or repair ``<state_dir>/runtime-path`` and return it. Idempotent and safe to run concurrently."""
     bridge = state_dir / "runtime-path"
     bridge.mkdir(parents=True, exist_ok=True)
     package = Path(elasticflow_airflow.__file__).resolve().parent

@@ -1,7 +1,7 @@
-"""The local engine: brings about on this machine what the service says should be, and tells what is.
+"""The local engine: establishes the desired state of the service on this machine, and reports the actual state.
 
-It keeps nothing in memory that matters: gangs are on disk before they are started (``records.py``), and what became
-of them is in the supervisors' folders. May not import Airflow, torch or the store.
+No essential state is in memory only: gangs are recorded on disk before they are started (``records.py``), and their
+fate is recorded in the supervisors' folders. May not import Airflow, torch or the store.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 WARM_LIMIT_S = 20.0
-"""A generation whose imports have not got on for so long has its predecessor leave all the same."""
+"""When a generation's imports have made no progress for this long, its predecessor is ordered to leave anyway."""
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
 class LocalEngine:
     """The engine port on this machine. Thread-safe; one object per state directory.
 
-    ``nodes`` default to what :func:`detect_nodes` finds; ``slot_lock_dir`` is shared by all services of this user.
-    ``warm_imports`` None: every job imports for itself. Else a process that has imported torch and these modules waits
-    for jobs of the service's interpreter from now on, and is kept for other interpreters once they were used.
-    Raises EngineError when the state directory cannot be used.
+    ``nodes`` defaults to what :func:`detect_nodes` finds; ``slot_lock_dir`` is shared by all services of this user.
+    ``warm_imports`` None: every job imports for itself. Otherwise a process that has imported torch and these modules
+    waits for jobs of the service's interpreter from now on, and one is kept for every other interpreter after its
+    first use. Raises EngineError when the state directory cannot be used.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LocalEngine:
             self._holders = SlotHolders(self._starter.nodes, self._lock_dir, self._state_dir)
             self._observer = Observer(self._starter.is_coming_up, self._save, self._holders)
             self._damaged: dict[str, str] = {}
-            """Jobs whose record cannot be read, while gangs of them run; and why."""
+            """By job id: why its record cannot be read, for jobs whose gangs may still run."""
             for path in sorted(self._records_dir.glob("*.json")):
                 self._load(path)
 
@@ -91,18 +91,18 @@ class LocalEngine:
 
     @property
     def files(self) -> JobFolders:
-        """The folders of jobs."""
+        """The job folders."""
         return self._files
 
     # The port.
 
     def inventory(self) -> tuple[EngineNode, ...]:
-        """This machine's nodes; slots that supervisors hold of which there is no record here are busy."""
+        """Return this machine's nodes; slots held by supervisors that are not on record here are busy."""
         with self._lock:
             return look_at_nodes(self._starter.nodes.values(), self._lock_dir, self._state_dir, self._has_gang)
 
     def latest(self, job_id: str) -> int:
-        """The highest generation that was ever applied for a job."""
+        """Return the highest generation ever applied for a job; 0 when there is none."""
         with self._lock:
             return self._jobs[job_id].latest if job_id in self._jobs else self._holders.latest(job_id)
 
@@ -121,7 +121,7 @@ class LocalEngine:
                     return  # It ended and was forgotten.
                 self._check(spec)
                 if spec.mode is RescaleMode.RESTART:
-                    # Nobody is told to leave for slots that somebody else holds.
+                    # No worker is ordered to leave for slots that others hold.
                     own = {slot for earlier in job.gangs.values() for slot in earlier.placement}
                     self._starter.check_slots(slot for slot in spec.placement if slot not in own)
                 gang = self._accept(job, spec)
@@ -143,7 +143,7 @@ class LocalEngine:
                 self._tell_earlier(job, gang)
 
     def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:
-        """Tell all workers of the job to save and leave."""
+        """Order all workers of the job to save and leave."""
         with self._lock:
             job = self._jobs.get(job_id)
             if job is None:
@@ -167,12 +167,12 @@ class LocalEngine:
                     self._holders.renew(job_id)
 
     def observe(self) -> tuple[GangObservation, ...]:
-        """Every gang that is not forgotten, with what it reported since the last time."""
+        """Return every gang that is not forgotten, with its reports since the previous call."""
         with self._lock, disk_errors(self._state_dir):
             self._starter.reap()
             found: list[GangObservation] = []
             for _, job in sorted(self._jobs.items()):
-                # The newest first: that its members train in it ends the ones before.
+                # Newest first: once its members train in it, the earlier ones have ended.
                 newest_first = sorted(job.gangs.values(), key=lambda gang: -gang.generation)
                 gangs = [self._look_at(job, gang) for gang in newest_first]
                 found += reversed(self._follow_up(job, gangs))
@@ -184,18 +184,18 @@ class LocalEngine:
             return tuple(found)
 
     def _look_at(self, job: JobRecord, gang: GangRecord) -> GangObservation:
-        """Look at one gang. Whatever its files are, it is the trouble of this job alone."""
+        """Observe one gang. A problem with its files becomes the ``trouble`` of this job only."""
         troubles: list[str] = []
         with self._trouble_of_one(troubles):
             return self._observer.observe(job, gang)
         return self._observer.unread(job, gang, troubles[0])
 
     def _follow_up(self, job: JobRecord, gangs: list[GangObservation]) -> list[GangObservation]:
-        """See to workers that should have left by now, and to gangs that wait for others to leave."""
+        """End workers that are overdue to leave, and serve gangs that wait for others to leave."""
         troubles: list[str] = []
         with self._trouble_of_one(troubles):
             self._end_stragglers(job)
-            # After the look: a new object has only then heard who trains, and lets them until others are warm.
+            # After observing: only then does a new engine know which gangs train. They may go on until others are warm.
             for gang in job.gangs.values():
                 if not gang.started and not gang.dropped and not gang.in_place:
                     self._tell_earlier(job, gang)
@@ -203,18 +203,18 @@ class LocalEngine:
 
     @contextlib.contextmanager
     def _trouble_of_one(self, troubles: list[str]) -> Iterator[None]:
-        """Note what is wrong with the files of one job; what the machine itself refuses passes through."""
+        """Collect errors caused by the files of one job; errors of the machine itself propagate."""
         try:
             yield
         except MemoryError:
             raise
-        except Exception as error:  # A script may have made anything of them.
+        except Exception as error:  # A script can have written anything into them.
             if isinstance(error, OSError) and is_of_the_machine(error, self._state_dir):
                 raise
             troubles.append(f"what its folder holds cannot be read or written: {error or type(error).__name__}")
 
     def forget(self, job_id: str) -> None:
-        """Drop the ended gangs of a job; files stay, logs can still be read."""
+        """Drop the ended gangs of a job; files stay and logs remain readable."""
         with self._lock:
             job = self._jobs.get(job_id)
             if job is None:
@@ -233,7 +233,7 @@ class LocalEngine:
                 self._put_away(self._records_dir / f"{job_id}.json")
 
     def read_log(self, job_id: str, incarnation: int, worker_id: str, offset: int, limit: int) -> LogChunk:
-        """Read a worker's log, across its rotations. Raises KeyError for a worker that never was."""
+        """Read a worker's log across rotations. Raises KeyError for a worker that never existed."""
         with self._lock:
             job = self._jobs.get(job_id)
             folder = job.incarnation_dirs.get(incarnation) if job is not None else None
@@ -243,7 +243,7 @@ class LocalEngine:
             gang = having[0] if having else None
             living = any(not self._observer.has_ended(job, g) for g in having)
         logs_dir = Path(folder) / "logs"
-        # A name with a slash would leave the folder.
+        # A name with a slash would escape the folder.
         if not _JOB_ID.fullmatch(worker_id) or (not living and not worker_logs.segments(logs_dir, worker_id)):
             known = gang is not None and gang.started
             if not known:
@@ -254,7 +254,7 @@ class LocalEngine:
         return LogChunk(found.data, found.start_offset, next_offset, found.at_end and not living)
 
     def stacks(self, job_id: str) -> Mapping[str, str]:
-        """What each live worker of a job is doing: the stacks of its trainer's threads."""
+        """Return the stacks of the trainer's threads of each live worker of a job."""
         trainers: dict[str, tuple[ProcessId | None, Path]] = {}
         with self._lock:
             job = self._jobs.get(job_id)
@@ -271,7 +271,7 @@ class LocalEngine:
             self._asking.release()
 
     def close(self) -> None:
-        """Let go; supervisors and their workers go on."""
+        """Release the engine; supervisors and their workers continue."""
         with self._lock:
             self._starter.let_go()
 
@@ -323,13 +323,16 @@ class LocalEngine:
     # Changing in place.
 
     def _inherit(self, job: JobRecord, gang: GangRecord, spec: GangSpec) -> None:
-        """Find who goes on in the new generation, and who is lost. Raises EngineError when nobody trains."""
+        """Determine which workers continue in the new generation and which are lost.
+
+        Raises EngineError when no gang runs that could change, or no worker is left.
+        """
         before = [g for g in job.gangs.values() if g.started and not g.told and g.incarnation == spec.incarnation]
         if not before or self._observer.has_ended(job, before[-1]):
             raise EngineError(f"job {spec.job_id}: no gang of this incarnation runs that could be changed in place")
         chain = [g for g in before if g.chain == before[-1].chain and not self._observer.has_ended(job, g)]
         trains = next((g for g in reversed(chain) if g.adopted or not g.in_place), chain[0])
-        # Who came to join and was not in the newest plan has turned round, though it may not be gone yet.
+        # A joining worker that is not in the newest plan has turned back, though it may not have ended yet.
         may_stay = {*trains.worker_ids, *chain[-1].worker_ids}
         living: dict[Slot, str] = {}
         lost: set[str] = set()
@@ -349,7 +352,7 @@ class LocalEngine:
         gang.lost = tuple(sorted(lost))
 
     def _change_in_place(self, job: JobRecord, gang: GangRecord, spec: GangSpec) -> None:
-        """Publish the plan and start who joins; who is given up is ended. Idempotent."""
+        """Publish the plan, start the joining workers and kill the lost ones. Idempotent."""
         for earlier in job.gangs.values():
             for rank, worker_id in enumerate(earlier.worker_ids):
                 if worker_id in gang.lost:
@@ -363,7 +366,7 @@ class LocalEngine:
         self._starter.start_supervisors(gang, spec)
 
     def _end_stragglers(self, job: JobRecord) -> None:
-        """Who is in no plan any more since the change is done, and has not left within its grace, is ended."""
+        """Kill workers that a completed change has left out and that have not left within the grace period."""
         for gang in job.gangs.values():
             successor = self._observer.successor(job, gang)
             if successor is None or not self._observer.elapsed(job, successor, "leavers", successor.grace_s):
@@ -377,7 +380,7 @@ class LocalEngine:
         return any(g.generation > gang.generation and worker_id in g.worker_ids for g in job.gangs.values())
 
     def _mark_told(self, job: JobRecord, before: int) -> bool:
-        """Note who must leave, to be saved before anybody is told; True when something changed."""
+        """Mark gangs that must leave; return True if any changed. Callers save this before they send the order."""
         fresh = [
             gang
             for gang in job.gangs.values()
@@ -388,7 +391,7 @@ class LocalEngine:
         return bool(fresh)
 
     def _tell_earlier(self, job: JobRecord, gang: GangRecord) -> None:
-        """Tell the generations before to leave, as soon as this one is warm: until then they may as well train."""
+        """Order the earlier generations to leave once this one is warm; until then they can continue to train."""
         if not self._may_tell(job, gang):
             return
         if self._mark_told(job, before=gang.generation):
@@ -413,13 +416,13 @@ class LocalEngine:
         )
         return (
             not training
-            # Supervisors that a crash of the service kept from starting are started by the next apply.
+            # Supervisors not started because of a service crash are started by the next apply.
             or all(gang.folder(node_id).warm.exists() for node_id in gang.nodes)
             or self._observer.is_quiet(job, gang, WARM_LIMIT_S)
         )
 
     def _tell(self, job: JobRecord, gang: GangRecord, plan_generation: int | None, order: StopOrder) -> None:
-        """Tell a gang that is marked to leave: by a plan without members (None: it has one already), and by order."""
+        """Make a marked gang leave, by a plan without members (None: it has one already) and by a stop order."""
         if gang.dropped:
             gang.order(StopOrder(0.0, order.reason, kill=True))  # Its supervisors may be warming up.
         elif gang.told and not self._observer.has_ended(job, gang):
@@ -427,12 +430,12 @@ class LocalEngine:
                 self._plan_nobody(Path(gang.incarnation_dir), plan_generation, order.reason)
                 gang.order(order)
             except (OSError, ValueError, TypeError, KeyError):
-                self._holders.ask_to_leave(job.job_id)  # A script has made something else of these files.
+                self._holders.ask_to_leave(job.job_id)  # A script has damaged these files.
                 raise
 
     @staticmethod
     def _plan_nobody(folder: Path, generation: int | None, reason: str) -> None:
-        """Write a membership plan without members (None: there is one already)."""
+        """Write a membership plan without members (None: one exists already)."""
         try:
             plan = Membership.read(folder)
         except (ValueError, TypeError, KeyError):
@@ -448,10 +451,10 @@ class LocalEngine:
             for gang in job.gangs.values()
         )
 
-    # Small things.
+    # Helpers.
 
     def _has_gang(self, job_id: str) -> bool:
-        """Whether there is a record of a gang of a job that may hold slots."""
+        """Return whether a gang of the job that may hold slots is on record."""
         job = self._jobs.get(job_id)
         if job is None:
             return job_id in self._damaged
@@ -465,12 +468,12 @@ class LocalEngine:
                     try:
                         folder.renew()
                     except OSError as error:
-                        problem = error  # The others all the same.
+                        problem = error  # Renew the others anyway.
         if problem is not None:
             raise problem
 
     def _load(self, path: Path) -> None:
-        """Take a record from disk. One that cannot be read matters for as long as gangs of its job run."""
+        """Load a record from disk. An unreadable one is kept as damaged for as long as gangs of its job run."""
         job_id = path.name.removesuffix(".json")
         try:
             record = JobRecord.load(path)
@@ -483,13 +486,13 @@ class LocalEngine:
             self._jobs[record.job_id] = record
 
     def _put_away(self, path: Path) -> None:
-        """A record that cannot be read, and of whose job nothing runs: whoever wants to look finds it beside."""
+        """Rename the unreadable record of a job without running gangs, so that it can still be inspected."""
         self._damaged.pop(path.name.removesuffix(".json"), None)
         if os.path.lexists(path):
             os.replace(path, path.with_suffix(".damaged"))
 
     def _save(self, job: JobRecord) -> None:
-        """Keep a record, on disk first. When the disk refuses, memory goes back to what the disk says."""
+        """Store a record, first on disk, then in memory. When writing fails, memory is reset to the record on disk."""
         path = self._records_dir / f"{job.job_id}.json"
         try:
             job.save(path)
@@ -506,10 +509,10 @@ class LocalEngine:
 def look_at_nodes(
     nodes: Iterable[NodeLayout], lock_dir: Path, state_dir: Path, has_gang: Callable[[str], bool] = lambda _: True
 ) -> tuple[EngineNode, ...]:
-    """Nodes as they are offered; slots that supervisors of a service in another state directory hold are busy.
+    """Return the nodes to offer; slots held by supervisors of a service in another state directory are busy.
 
-    ``has_gang`` says of a job whether the service in this one has a gang of it: what other supervisors of this
-    directory hold is left from a state that was lost.
+    ``has_gang`` tells whether the service in this directory has a gang of a job on record. Slots held by other
+    supervisors of this directory are left over from a lost state, and are busy, too.
     """
     found = []
     for node in nodes:

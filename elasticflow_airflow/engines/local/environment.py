@@ -1,4 +1,4 @@
-"""Which environment variables of the service a worker sees: few, by name. Pure."""
+"""Selects the environment variables that a worker inherits from the service: few, by name. Pure functions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _NAMES = frozenset(
 )
 _PREFIXES = ("CUBLAS_", "CUDA_", "CUDNN_", "HF_", "LC_", "NCCL_", "NVIDIA_", "PYTORCH_", "TORCH_NCCL_", "TRANSFORMERS_")
 _NEVER = frozenset({"CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HF_TOKEN_PATH"})
-"""The engine sets the devices; a token is a secret and comes by ``secret_env``."""
+"""The engine sets the devices; a token is a secret and is passed in ``secret_env``."""
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """The allowed part of the service's environment."""
+    """Return the allowed part of the service's environment."""
     return {
         name: value
         for name, value in environ.items()
@@ -41,7 +41,7 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def worker_environment(environ: Mapping[str, str], job_env: Mapping[str, str], bridge: str) -> dict[str, str]:
-    """What all workers of a job see, secrets apart: what is inherited, then the job's own, then ours."""
+    """Return the environment of all workers of a job, without secrets: inherited, then the job's, then ours."""
     job_path = job_env.get("PYTHONPATH")
     local = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
     return {

@@ -1,6 +1,7 @@
-"""What runs of a job, told by who holds this machine's slots: the last word where the files in its folder are damaged.
+"""Finds the running gangs of a job through the holders of this machine's slots, for jobs with damaged files.
 
-A supervisor holds the locks of its slots for as long as workers of it may live, and its working folder is its own.
+A supervisor holds the locks of its slots for as long as its workers may be alive, and its working directory is its own
+folder.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from elasticflow_airflow.scheduler_core.model.values import Slot
 
 @dataclass(frozen=True, slots=True)
 class SlotHolders:
-    """Looks at the locks of all slots; only supervisors of the service in ``state_dir`` count."""
+    """Reads the locks of all slots; only supervisors of the service in ``state_dir`` count."""
 
     nodes: Mapping[str, NodeLayout]
     lock_dir: Path
     state_dir: Path
 
     def of(self, job_id: str, wanted: Sequence[Slot] | None = None) -> dict[Slot, dict[str, Any]]:
-        """The slots that supervisors of a job hold (among those ``wanted``), with what each says of itself."""
+        """Return the slots (of ``wanted``, if given) that a job's supervisors hold, with each lock's holder entry."""
         found = {}
         for node in self.nodes.values():
             for index, layout in enumerate(node.slots):
@@ -40,25 +41,25 @@ class SlotHolders:
         return found
 
     def renew(self, job_id: str) -> None:
-        """Renew the leases of its supervisors."""
+        """Renew the leases of a job's supervisors."""
         for pid in self._pids(job_id):
             folder = _folder_of(pid)
             if folder is not None:
                 folder.renew()
 
     def ask_to_leave(self, job_id: str) -> None:
-        """Have its supervisors save and leave, where no order reaches them."""
+        """Make a job's supervisors save and leave, by SIGTERM, when no order file reaches them."""
         for pid in self._pids(job_id):
             process = ProcessId.of(pid)
             if process is not None and _folder_of(pid) is not None:
                 process.kill(signal.SIGTERM)
 
     def latest(self, job_id: str) -> int:
-        """The highest generation of it that runs; 0: none."""
+        """Return the highest running generation of a job; 0 when there is none."""
         return max((_number(holder, "generation") for holder in self.of(job_id).values()), default=0)
 
     def observe(self, job_id: str, trouble: str) -> list[GangObservation]:
-        """What runs of a job of which no record can be read."""
+        """Return the running gangs of a job whose record cannot be read."""
         by_generation: dict[int, list[tuple[Slot, dict[str, Any]]]] = {}
         for slot, holder in sorted(self.of(job_id).items()):
             by_generation.setdefault(_number(holder, "generation"), []).append((slot, holder))
@@ -80,7 +81,7 @@ class SlotHolders:
 
 
 def unseen_workers(placement: Sequence[Slot], ids: Sequence[str] = ()) -> tuple[WorkerObservation, ...]:
-    """Workers of which nothing is known but where they stand."""
+    """Return workers of which only the slots are known."""
     return tuple(
         WorkerObservation(worker_id=name, rank=rank, slot=slot, pid=None, exit_code=None, log_name=name)
         for rank, slot in enumerate(placement)
@@ -89,7 +90,7 @@ def unseen_workers(placement: Sequence[Slot], ids: Sequence[str] = ()) -> tuple[
 
 
 def lost_unseen(before: GangObservation, trouble: str) -> GangObservation:
-    """A gang of which no process is left, and nobody can read how it ended."""
+    """Return the observation of a gang that has no process left and whose outcome cannot be read."""
     return GangObservation(
         job_id=before.job_id,
         incarnation=before.incarnation,
@@ -103,7 +104,7 @@ def lost_unseen(before: GangObservation, trouble: str) -> GangObservation:
 
 
 def _folder_of(pid: int) -> SupervisorFolder | None:
-    """The folder of a supervisor, which it works in; None when it is gone."""
+    """Return the folder of a supervisor, which is its working directory; None when it has ended."""
     try:
         path = Path(os.readlink(f"/proc/{pid}/cwd"))
     except OSError:

@@ -1,8 +1,8 @@
-"""From what supervisors wrote and workers reported to what the engine says of a gang. Pure but for reading logs.
+"""Derives a gang's state from what supervisors wrote and workers reported. Pure except for reading logs.
 
-The rules of who is to blame: a lost supervisor explains every failure of its peers; what happens after workers
-were told to leave is no failure; status 0 is success only when rank 0 said ``finished`` or has no session. A plain
-script that was told to leave, but ended before anybody sent it a signal, has not heard of it: it has finished.
+Rules: a lost supervisor explains every failure of its peers; nothing that happens after the workers were ordered to
+leave is a failure; status 0 is success only if rank 0 reported ``finished`` or has no session. A plain script that was
+ordered to leave but ended before it got a signal does not know of the order: it has finished.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ TAIL_LINES = 25
 
 @dataclass(slots=True)
 class Heard:
-    """What the workers of one gang have reported so far, as far as judging needs it."""
+    """The reports of one gang's workers so far, reduced to what the verdict needs."""
 
     started: set[int] = field(default_factory=set)
     in_place: bool = False
-    """A session that can be changed in place."""
+    """Whether the session can change in place."""
     finished: bool = False
     causes: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """By worker: when and why it said that it fails."""
+    """By worker id: time and message of its last failure report."""
 
     def take(self, reports: Iterable[Report]) -> None:
-        """Take new reports in."""
+        """Process new reports."""
         for report in reports:
             if report.kind is ReportKind.STARTED:
                 self.started.add(report.rank)
@@ -47,7 +47,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class GangVerdict:
-    """State, and for an ended gang how it ended."""
+    """State of a gang and, if it has ended, its outcome."""
 
     state: GangState
     outcome: GangOutcome | None = None
@@ -56,7 +56,7 @@ class GangVerdict:
 
 
 def judge_living(gang: GangRecord, statuses: Mapping[str, Status | None], heard: Heard, settled: bool) -> GangVerdict:
-    """Judge a gang that has not ended. ``settled``: its trainers are there for so long that a session would show."""
+    """Judge a gang that has not ended. ``settled``: its trainers have run long enough for a session to show up."""
     if gang.told or any(status is not None and status.told for status in statuses.values()):
         return GangVerdict(GangState.LEAVING)
     everybody = all_trainers_there(gang, statuses)
@@ -68,7 +68,7 @@ def judge_living(gang: GangRecord, statuses: Mapping[str, Status | None], heard:
 
 
 def all_trainers_there(gang: GangRecord, statuses: Mapping[str, Status | None]) -> bool:
-    """Whether every worker has a trainer process."""
+    """Return whether every worker has a trainer process."""
     trainers = [
         worker.trainer
         for status in statuses.values()
@@ -80,7 +80,7 @@ def all_trainers_there(gang: GangRecord, statuses: Mapping[str, Status | None]) 
 
 
 def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: list[str], heard: Heard) -> GangVerdict:
-    """Judge a gang of which no process is left; ``lost`` are the nodes whose supervisor died before its last word."""
+    """Judge a gang without processes; ``lost`` are the nodes whose supervisor died before its final status."""
     known = [status for status in statuses.values() if status is not None]
     told = gang.told or any(status.told for status in known)
     if lost:
@@ -92,7 +92,7 @@ def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: l
         return _judge_failed(gang, known, heard)
     unstarted = next((status for status in known if status.failure is not None), None)
     if unstarted is not None:
-        # Where somebody else was faster on a slot, nothing is wrong with the job.
+        # If another holder took a slot first, the job is not at fault.
         outcome = GangOutcome.LOST if unstarted.slot_held else GangOutcome.FAILED
         return GangVerdict(GangState.ENDED, outcome, unstarted.failure)
     if heard.finished:
@@ -100,9 +100,9 @@ def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: l
     if told and gang.plain and _ended_well_by_itself(gang, known):
         return GangVerdict(GangState.ENDED, GangOutcome.FINISHED)
     if told or (gang.in_place and not heard.started):
-        return GangVerdict(GangState.ENDED, GangOutcome.STOPPED)  # the latter: a change that did not come about
+        return GangVerdict(GangState.ENDED, GangOutcome.STOPPED)  # the latter: a change that was never completed
     if any(_died(worker) for status in known for worker in status.workers.values()):
-        return _judge_failed(gang, known, heard)  # None is left of those that a death does not end.
+        return _judge_failed(gang, known, heard)  # None of the workers that survive a death is left.
     if gang.plain or not heard.started:
         return GangVerdict(GangState.ENDED, GangOutcome.FINISHED)
     text = "the script ended with status 0 before its session reported that it is finished"
@@ -111,7 +111,7 @@ def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: l
 
 def _judge_failed(gang: GangRecord, statuses: Iterable[Status], heard: Heard) -> GangVerdict:
     worker_id, worker = culprit(statuses, heard)
-    # A supervisor knows the rank with which a worker was born; in this generation it may have another.
+    # A supervisor knows the rank with which a worker was started; in this generation it may have another.
     rank = gang.worker_ids.index(worker_id) if worker_id in gang.worker_ids else worker.rank
     text = describe_failure(gang, worker_id, rank, worker.exit_code, heard)
     return GangVerdict(GangState.ENDED, GangOutcome.FAILED, text, rank)
@@ -127,10 +127,11 @@ def _ended_well_by_itself(gang: GangRecord, statuses: Iterable[Status]) -> bool:
 
 
 def culprit(statuses: Iterable[Status], heard: Heard) -> tuple[str, WorkerStatus]:
-    """Who failed first. When one worker dies, its peers fail in their next collective, often within the same tick.
+    """Return the worker that failed first.
 
-    Killed by a signal that was not ours comes before any exception, and so does an end without a word. Then who
-    reported a cause first; then by rank.
+    When one worker dies, its peers fail in their next collective, often within the same tick. A worker killed by
+    a foreign signal, or one that ended without a report, precedes any that reported an exception. Then the earliest
+    reported cause wins, then the lowest rank.
     """
 
     def order(item: tuple[str, WorkerStatus]) -> tuple[bool, bool, float, int]:
@@ -143,7 +144,7 @@ def culprit(statuses: Iterable[Status], heard: Heard) -> tuple[str, WorkerStatus
 
 
 def describe_failure(gang: GangRecord, worker_id: str, rank: int, exit_code: int | None, heard: Heard) -> str:
-    """What happened to a worker that left by itself, with the last lines of its log."""
+    """Describe how a worker ended by itself, with the last lines of its log."""
     if exit_code is None:
         how = "ended, nobody knows how"
     elif exit_code < 0:

@@ -1,7 +1,7 @@
-"""Observing generations: from the files of supervisors and workers to what the engine says.
+"""Observes generations: turns the files of supervisors and workers into the engine's observations.
 
-Part of the local engine. What it remembers (offsets, reports heard) is rebuilt from the files by a new object; an
-observation of an ended gang is kept, so that thousands of old ones cost nothing.
+Part of the local engine. A new object rebuilds its state (offsets, reports read) from the files; the observation of an
+ended gang is cached, so that thousands of old ones cost nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangS
 from elasticflow_airflow.runtime.protocol import Report, read_some_reports, report_path, stacks_path
 
 SETTLED_S = 30.0
-"""A script that has shown no session for so long counts as running without one."""
+"""A script that has started no session for this long counts as running without one."""
 START_LIMIT_S = 30.0
-"""A supervisor that has written nothing for so long never will."""
+"""A supervisor that has written nothing for this long is considered never to come up."""
 
 
 class Observer:
-    """Looks at gangs. ``is_coming_up`` tells supervisors that were just started; ``save`` keeps a changed record."""
+    """Observes gangs. ``is_coming_up``: whether a supervisor was just started; ``save``: stores a changed record."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class Observer:
     ) -> None:
         self._is_coming_up, self._save, self._holders = is_coming_up, save, holders
         self._last: dict[tuple[str, int], GangObservation] = {}
-        """What was observed last of gangs that have not ended, without the reports."""
+        """Last observations of gangs that have not ended, without the reports."""
         self._were_held: set[tuple[str, int]] = set()
-        """Gangs whose files cannot be read, and whose supervisors have held their slots."""
+        """Gangs whose files cannot be read and whose supervisors were seen to hold their slots."""
         self._heard: dict[tuple[str, int], Heard] = {}
         self._offsets: dict[tuple[str, int, str], int] = {}
         self._ended: dict[tuple[str, int], GangObservation] = {}
         self._first_seen_s: dict[tuple[str, int, str], float] = {}
         self._signs: dict[tuple[str, int], tuple[list[int], float]] = {}
-        """What was last seen of imports that get on, and since when."""
+        """Last progress stamps of the imports, and the time (monotonic) since when they are unchanged."""
 
     def forget(self, job: JobRecord, gang: GangRecord) -> None:
-        """Drop what is remembered of an ended gang."""
+        """Drop the state kept for an ended gang."""
         key = (job.job_id, gang.generation)
         self._ended.pop(key, None)
         self._heard.pop(key, None)
@@ -62,12 +62,12 @@ class Observer:
             del self._first_seen_s[what]
 
     def observe(self, job: JobRecord, gang: GangRecord) -> GangObservation:
-        """Look at one gang; its reports are those that came since the last look."""
+        """Observe one gang; its reports are those since the previous observation."""
         key = (job.job_id, gang.generation)
         if key in self._ended:
             return self._ended[key]
         statuses = read_statuses(gang)
-        # Statuses first: whoever has ended then has no report to add.
+        # Read statuses first: a worker that has ended by then adds no more reports.
         verdict_of_end = self._end_of(job, gang, statuses)
         reports = self._new_reports(job, gang)
         heard = self._heard.setdefault(key, Heard())
@@ -107,7 +107,7 @@ class Observer:
         return observation
 
     def unread(self, job: JobRecord, gang: GangRecord, trouble: str) -> GangObservation:
-        """What is known of a gang whose files cannot be read: where it stands, if it still does."""
+        """Return what is known of a gang whose files cannot be read: its last state, or that it has ended."""
         key = (job.job_id, gang.generation)
         if key in self._ended:
             return self._ended[key]
@@ -126,7 +126,7 @@ class Observer:
         return replace(before, state=GangState.LEAVING if gang.told else before.state, trouble=trouble)
 
     def _is_there(self, job: JobRecord, gang: GangRecord) -> bool:
-        """Whether supervisors of a gang may be there, by the slots that they hold: its files say nothing."""
+        """Return whether a gang with unreadable files may have supervisors, judging by the slots held."""
         key = (job.job_id, gang.generation)
         if gang.dropped or gang.never_came:
             return False
@@ -137,23 +137,23 @@ class Observer:
         return coming or (key not in self._were_held and not self.elapsed(job, gang, "unread", START_LIMIT_S))
 
     def workers_of(self, gang: GangRecord) -> tuple[WorkerObservation, ...]:
-        """Look at its members alone."""
+        """Observe the members of a gang only."""
         return observe_workers(gang, read_statuses(gang))
 
     def successor(self, job: JobRecord, gang: GangRecord) -> GangRecord | None:
-        """The newest later generation to which this one has changed in place."""
+        """Return the newest later generation to which this one has changed in place; None when there is none."""
         later = [
             g for g in job.gangs.values() if g.generation > gang.generation and g.adopted and g.chain == gang.chain
         ]
         return max(later, key=lambda g: g.generation, default=None)
 
     def is_training(self, job: JobRecord, gang: GangRecord) -> bool:
-        """Whether its workers were heard to train (or are plain, and there)."""
+        """Return whether a worker has reported ``started``; always True for a plain script."""
         heard = self._heard.get((job.job_id, gang.generation))
         return gang.plain or (heard is not None and bool(heard.started))
 
     def has_ended(self, job: JobRecord, gang: GangRecord) -> bool:
-        """Whether no process of it is left and none will come."""
+        """Return whether a gang has no process left and none will be started."""
         if (job.job_id, gang.generation) in self._ended:
             return True
         try:
@@ -164,7 +164,7 @@ class Observer:
     def _end_of(
         self, job: JobRecord, gang: GangRecord, statuses: Mapping[str, Status | None]
     ) -> GangVerdict | list[str] | None:
-        """None while a process is left; else the nodes that were lost, or the verdict on a gang that never ran."""
+        """Return None while a process is left; otherwise the lost nodes, or a verdict that is certain already."""
         if gang.dropped:
             return GangVerdict(GangState.ENDED, GangOutcome.STOPPED)
         if gang.never_came:
@@ -173,7 +173,7 @@ class Observer:
             return None
         successor = self.successor(job, gang)
         if successor is not None:
-            # Its members train on elsewhere; what is left of it is whoever has not gone yet.
+            # Its members train in later generations; only workers that have not left yet remain.
             gone_on = {w for g in job.gangs.values() if g.generation >= successor.generation for w in g.worker_ids}
             left = [w for w in observe_workers(gang, statuses) if w.worker_id not in gone_on and w.exit_code is None]
             return None if left else GangVerdict(GangState.ENDED, GangOutcome.STOPPED)
@@ -185,10 +185,10 @@ class Observer:
             elif not status.ended:
                 alive = status.supervisor is not None and status.supervisor.is_alive()
                 (waiting if alive else lost).append(node_id)
-        # Read again what seemed lost: it may have written its last word between reading and looking.
+        # Reread the status of lost supervisors: one may have written its final status after the first read.
         lost = [n for n in lost if (again := gang.folders[n].read_status()) is None or not again.ended]
         if lost and waiting and gang.capable:
-            _end_leftovers(statuses[node_id] for node_id in lost)  # the others go on without them
+            _end_leftovers(statuses[node_id] for node_id in lost)  # the others continue without them
         elif lost and waiting:
             gang.order(StopOrder(0.0, f"the supervisor on {lost[0]} died", kill=True))
         if not lost and waiting and all(statuses[node_id] is None for node_id in waiting):
@@ -198,14 +198,14 @@ class Observer:
         return lost
 
     def _given_up(self, job: JobRecord, gang: GangRecord, waiting: list[str]) -> GangVerdict | None:
-        """Judge supervisors of which nothing was ever seen: a crash of the service may have come before them."""
+        """Judge supervisors that never wrote anything: the service may have crashed before it started them."""
         for node_id in waiting:
             if self._is_coming_up(gang.folders[node_id]):
                 return None
             if not self.elapsed(job, gang, f"start {node_id}", START_LIMIT_S):
                 return None
         if gang.in_place and len(waiting) < len(gang.folders):
-            return None  # Those who train have lost nothing.
+            return None  # The training workers are not affected.
         if len(waiting) < len(gang.folders):
             gang.order(StopOrder(0.0, f"no supervisor came up on {waiting[0]}", kill=True))
             return None
@@ -217,14 +217,14 @@ class Observer:
         return all_trainers_there(gang, statuses) and self.elapsed(job, gang, "settle", SETTLED_S)
 
     def elapsed(self, job: JobRecord, gang: GangRecord, what: str, limit_s: float) -> bool:
-        """Whether so much time has passed since this was asked first."""
+        """Return whether ``limit_s`` has passed since the first call for this gang and ``what``."""
         now_s = time.monotonic()
         return now_s - self._first_seen_s.setdefault((job.job_id, gang.generation, what), now_s) > limit_s
 
     def is_quiet(self, job: JobRecord, gang: GangRecord, limit_s: float) -> bool:
-        """Whether the imports of a gang that warms up have not got on for so long.
+        """Return whether the imports of a gang that is warming up have made no progress for ``limit_s``.
 
-        On a busy machine they take minutes, and nobody is served by a predecessor that leaves before they are done.
+        On a busy machine imports take minutes, and nothing is gained if the predecessor leaves before they are done.
         """
         key, now_s = (job.job_id, gang.generation), time.monotonic()
         signs = [gang.folder(node_id).warming_stamp() for node_id in gang.nodes]
@@ -233,20 +233,20 @@ class Observer:
         return now_s - self._signs[key][1] > limit_s
 
     def _new_reports(self, job: JobRecord, gang: GangRecord) -> tuple[Report, ...]:
-        """All new reports of a gang: in the order of each worker, and merged by time between them."""
+        """Return all new reports of a gang: in order for each worker, and merged by time across workers."""
         streams, offsets = [], {}
         for member in gang.members:
             key = (job.job_id, gang.generation, member.worker_id)
             path = report_path(Path(gang.incarnation_dir), gang.generation, member.worker_id)
             found, offsets[key] = read_some_reports(path, self._offsets.get(key, 0))
-            # A script may write anything into its own file.
+            # A script can write anything into its own file.
             streams.append([report for report, _ in found if report.worker_id == member.worker_id])
         self._offsets |= offsets
         return tuple(heapq.merge(*streams, key=lambda report: report.at_s))
 
 
 def read_statuses(gang: GangRecord) -> dict[str, Status | None]:
-    """What the supervisors of its members wrote last, as far as it is about its members."""
+    """Return the last statuses of the supervisors of a gang's members, restricted to these members."""
     found = {}
     for key, folder in gang.folders.items():
         status = folder.read_status()
@@ -255,7 +255,7 @@ def read_statuses(gang: GangRecord) -> dict[str, Status | None]:
 
 
 def _of_members(status: Status, gang: GangRecord) -> Status:
-    """A status without the workers that are not of this generation."""
+    """Return a status without workers that are not in this generation."""
     members = {worker_id: worker for worker_id, worker in status.workers.items() if worker_id in gang.worker_ids}
     if len(members) == len(status.workers):
         return status
@@ -269,7 +269,7 @@ def _of_members(status: Status, gang: GangRecord) -> Status:
 
 
 def observe_workers(gang: GangRecord, statuses: Mapping[str, Status | None]) -> tuple[WorkerObservation, ...]:
-    """What the statuses say of each member. One whose supervisor has died is dead: the kernel saw to that."""
+    """Return each member as given by the statuses. The kernel kills the workers of a supervisor that has died."""
     known = {w: (worker, status) for status in statuses.values() if status for w, worker in status.workers.items()}
     found = []
     for rank, slot in enumerate(gang.placement):
@@ -295,7 +295,7 @@ def observe_workers(gang: GangRecord, statuses: Mapping[str, Status | None]) -> 
 
 
 def trainers_of(gang: GangRecord) -> dict[str, tuple[ProcessId | None, Path]]:
-    """The trainer of each member that has not ended, None while there is none yet, and the file of its stacks."""
+    """Return the trainer (None before it starts) and the stacks file of each member that has not ended."""
     known = {w: worker for status in read_statuses(gang).values() if status for w, worker in status.workers.items()}
     found: dict[str, tuple[ProcessId | None, Path]] = {}
     for worker_id in gang.worker_ids:
@@ -307,7 +307,7 @@ def trainers_of(gang: GangRecord) -> dict[str, tuple[ProcessId | None, Path]]:
 
 
 def _end_leftovers(statuses: Iterable[Status | None]) -> bool:
-    """Kill what a dead supervisor left; True while something is left. The kernel was there first, nearly always."""
+    """Kill leftover processes of dead supervisors; True if there were any. Nearly always the kernel did so before."""
     left = False
     for status in statuses:
         for worker in status.workers.values() if status is not None else ():

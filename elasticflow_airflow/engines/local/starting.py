@@ -1,6 +1,6 @@
-"""Starting a generation: the files that its supervisors read, and the supervisor processes.
+"""Starts a generation: writes the files that its supervisors read, and starts the supervisor processes.
 
-Part of the local engine; knows nothing of generations before or after.
+Part of the local engine; knows nothing about earlier or later generations.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 _ON_GPUS = {"NCCL_SOCKET_IFNAME": "lo", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""For workers with a GPU, where the job says nothing else: all on this machine, and matrix products that repeat."""
+"""Defaults for GPU workers: all communicate on this machine, and matrix products are deterministic."""
 
 
 class Starter:
-    """Starts supervisors, and remembers those that it started itself."""
+    """Starts supervisors and keeps track of those that it started itself."""
 
     def __init__(
         self,
@@ -49,42 +49,42 @@ class Starter:
         self._supervisors: dict[Path, subprocess.Popen[bytes]] = {}
 
     def is_coming_up(self, folder: SupervisorFolder) -> bool:
-        """Whether a supervisor that we started is there, though it may not have written anything yet."""
+        """Return whether a supervisor started by this object is running, even if it has not written anything yet."""
         process = self._supervisors.get(folder.path)
         return process is not None and process.poll() is None
 
     def reap(self) -> None:
-        """Collect supervisors that have ended."""
+        """Reap supervisors that have ended."""
         for path, process in list(self._supervisors.items()):
             if process.poll() is not None and os.path.lexists(path / "status.json"):
                 del self._supervisors[path]
 
     def let_go(self) -> None:
-        """Forget the processes without ending them: they outlive us on purpose."""
+        """Forget the processes without ending them: they are meant to outlive the service."""
         for process in self._supervisors.values():
             process.poll()
-            # Else the interpreter warns that they still run.
+            # Otherwise the interpreter warns that they are still running.
             process.returncode = process.returncode or 0
         self._supervisors.clear()
         if self._pool is not None:
             self._pool.close()
 
     def warm_pool(self) -> None:
-        """Have the pool import for what most jobs are: the service's own interpreter, and nothing special."""
+        """Warm up the pool for the most common jobs: the service's interpreter and default environment."""
         slot = next((slot for node in self.nodes.values() for slot in node.slots), None)
         if self._pool is not None and slot is not None:
             env = worker_environment(self._environ, {}, str(self._bridge))
             self._pool.warm(sys.executable, env | _threads_of(slot))
 
     def check_slots(self, wanted: Iterable[Slot]) -> None:
-        """Raise SlotsHeldError when somebody holds a slot."""
+        """Raise SlotsHeldError when any of the slots is held."""
         holders = {slot: slots.holder_of(self._lock_dir, self.layout(slot).lock_name) for slot in wanted}
         held = {slot: slots.describe(holder) for slot, holder in holders.items() if holder is not None}
         if held:
             raise SlotsHeldError(held)
 
     def warm_up(self, gang: GangRecord, spec: GangSpec) -> None:
-        """Start supervisors that import what the workers need and wait: the generation before may still train."""
+        """Start supervisors that do the imports and then wait: the previous generation may still train."""
         (spec.incarnation_dir / "logs").mkdir(exist_ok=True)
         for node_id in gang.nodes:
             folder = gang.folder(node_id)
@@ -94,7 +94,7 @@ class Starter:
         self.start_supervisors(gang, spec)
 
     def go(self, gang: GangRecord, spec: GangSpec) -> None:
-        """Let the generation start, once: what the workers read is written before its supervisors may go."""
+        """Let the generation start, once: the files that workers read are written before supervisors may go."""
         plan = Membership.read(spec.incarnation_dir) if gang.in_place else None
         told = plan is not None and plan.generation >= gang.generation
         if (told or not gang.in_place) and all(gang.folder(node_id).go.exists() for node_id in gang.nodes):
@@ -111,7 +111,7 @@ class Starter:
             gang.folder(node_id).go.touch()
 
     def start_supervisors(self, gang: GangRecord, spec: GangSpec) -> None:
-        """Start supervisors that are not there yet. One that wrote a status was, and is never started again."""
+        """Start missing supervisors. One that has written a status did run, and is never started again."""
         for node_id in gang.nodes:
             folder = gang.folder(node_id)
             process = self._supervisors.get(folder.path)
@@ -151,7 +151,7 @@ class Starter:
                 start_new_session=True,
             )
         assert process.stdin is not None
-        # Secrets go over the pipe: neither on disk nor in the arguments. It holds them for as long as it lives.
+        # Secrets are passed by pipe, not on disk or in the arguments. The supervisor keeps them while it lives.
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(json.dumps({"secret_env": dict(spec.secret_env)}).encode())
         return process
@@ -192,16 +192,16 @@ class Starter:
         )
 
     def worker_env(self, spec: GangSpec) -> dict[str, str]:
-        """What all workers of a job see, secrets apart."""
+        """Return the environment of all workers of a job, without secrets."""
         return worker_environment(self._environ, spec.env, str(self._bridge))
 
     def _slot_env(self, slot: Slot, spec: GangSpec) -> dict[str, str]:
-        """What ties a worker to its slot. A thread count that the user set stays."""
+        """Return the variables that bind a worker to its slot. A thread count set by the user is kept."""
         layout = self.layout(slot)
         env = {name: threads for name, threads in _threads_of(layout).items() if name not in spec.env}
         env["ELASTICFLOW_CORES"] = ",".join(map(str, layout.cores))
-        # Its own device and no other: what the job has changes while it trains, a script that takes what it sees would
-        # take another worker's, and NCCL copies between devices that the processes do not see (since CUDA 10.1).
+        # Only its own device: the devices of a job change while it trains, a script that uses every visible device
+        # would use another worker's, and NCCL can copy between devices that a process does not see (since CUDA 10.1).
         env["CUDA_VISIBLE_DEVICES"] = layout.gpu or ""
         if layout.gpu:
             said = spec.env.keys() | self._environ.keys()
@@ -209,7 +209,7 @@ class Starter:
         return env
 
     def layout(self, slot: Slot) -> SlotLayout:
-        """The slot's lock, cores and device. Raises EngineError when there is no such slot."""
+        """Return the slot's lock, cores and device. Raises EngineError when there is no such slot."""
         node = self.nodes.get(slot.node_id)
         if node is None or not 0 <= slot.index < len(node.slots):
             there = ", ".join(f"{n.node_id} ({len(n.slots)} slots)" for n in self.nodes.values())

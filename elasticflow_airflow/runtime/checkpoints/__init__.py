@@ -1,1 +1,1 @@
-"""What a checkpoint holds, when it is taken, and the process that writes it."""
+"""The contents of a checkpoint, when it is saved, and the process that writes it."""

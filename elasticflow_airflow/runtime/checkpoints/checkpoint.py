@@ -1,8 +1,8 @@
-"""What is inside a checkpoint: weights, optimizer, schedule and whatever else a script registers.
+"""The contents of a checkpoint: weights, optimizer, schedule and everything else that a script registers.
 
-``model.tensors`` holds the weights alone, so that another run may start from them; ``training.tensors`` holds the rest.
-Rank 0's writer writes one of each; of a large state that all workers have, each worker writes a part
-(``model-00001-of-00004.tensors``), and all parts are read as one, by any number of workers. Loading never executes
+``model.tensors`` holds only the weights, so that another run can start from them; ``training.tensors`` holds the rest.
+Rank 0's writer writes one of each. If all workers hold a large state, each worker writes a part of it
+(``model-00001-of-00004.tensors``), and any number of workers can read the parts as one. Loading never executes
 code: a file is raw bytes and JSON (file_format.py). Checkpoints of format 1 (``model.pt``, ``training.pt``) are read
 with ``weights_only=True``. May import torch and the standard library only.
 """
@@ -47,20 +47,20 @@ _DIFFERENCES_NAMED = 5
 
 
 class Stateful(Protocol):
-    """Anything with a state that a checkpoint can hold: optimizer, schedule, gradient scaler, metrics."""
+    """Any object whose state a checkpoint can hold: optimizer, schedule, gradient scaler, metrics."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers, strings and containers of those."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take the state back."""
+        """Restore the state."""
         ...
 
 
 @dataclass(slots=True)
 class Registered:
-    """What a script registered: the model, and everything else that has a state, by name."""
+    """The objects that a script registered: the model, and everything else with a state, by name."""
 
     model: nn.Module
     others: Mapping[str, Stateful] = field(default_factory=dict)
@@ -75,15 +75,15 @@ def save(
     step: int,
     metadata: Mapping[str, Any],
 ) -> CandidateInfo:
-    """Write a candidate checkpoint, here and now (checkpointer.py does it in the background).
+    """Write a candidate checkpoint synchronously (checkpointer.py does it in the background).
 
-    Raises CheckpointError when the disk does not take it or the state cannot be saved. The state of random number
-    generators is not in it: seeds are a function of the step.
+    Raises CheckpointError if the write fails or the state cannot be saved. The checkpoint does not contain the state
+    of random number generators: seeds are a function of the step.
     """
     files, _alive = files_of(contents_of(registered))
     order = Order(incarnation=incarnation, generation=generation, step=step, metadata=metadata)
     info = write_checkpoint(LocalStore(checkpoints), files, order)
-    assert info is not None  # it was no part
+    assert info is not None  # it was not a part
     return info
 
 
@@ -94,10 +94,10 @@ def load(
     logical_workers: int | None = None,
     optional: Mapping[str, Stateful] | None = None,
 ) -> None:
-    """Restore everything registered from a verified checkpoint, and ``optional`` parts where it has them.
+    """Restore all registered state from a verified checkpoint, and the ``optional`` objects that it contains.
 
-    Raises CheckpointError when the checkpoint does not fit the model, lacks something that is registered now, or was
-    written with another number of logical workers than this (None: not known).
+    Raises CheckpointError if the checkpoint does not fit the model, lacks state for a registered object, or was
+    written with a number of logical workers other than ``logical_workers`` (None: unknown, not checked).
     """
     refuse_other_size(info, logical_workers)
     _load_weights(registered.model, info.path, same_dtypes=True)
@@ -119,8 +119,8 @@ def load(
 def load_weights(model: nn.Module, folder: str | Path) -> CandidateInfo:
     """Load only the weights of a checkpoint (a folder or URL) into a model, after checking every byte of it.
 
-    Weights of another precision are converted. Raises CheckpointError when it is missing or damaged, or does not fit
-    the model.
+    Weights of another precision are converted. Raises CheckpointError if the checkpoint is missing or damaged, or does
+    not fit the model.
     """
     where, *name = str(folder).rstrip("/").rsplit("/", 2)
     if is_remote(folder):
@@ -139,9 +139,9 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 
 def contents_of(registered: Registered) -> list[Content]:
-    """Take the state of all that is registered apart. Raises CheckpointError, naming where, for what has no place."""
+    """Split all registered state into files. Raises CheckpointError, naming the path, for anything unsupported."""
     weights = registered.model.state_dict()
-    # Versions of modules: what their load_state_dict() goes by when it reads older checkpoints.
+    # Versions of modules: their load_state_dict() uses them to read older checkpoints.
     versions = getattr(weights, "_metadata", None)
     try:
         return [
@@ -153,9 +153,9 @@ def contents_of(registered: Registered) -> list[Content]:
 
 
 def part_of(contents: Sequence[Content], part: Part) -> list[Content]:
-    """Return what one of several workers writes: its part of weights and optimizer; all else is rank 0's alone.
+    """Return what one of several workers writes: its part of weights and optimizer; only rank 0 writes the rest.
 
-    Weights and optimizers are the same on all workers. What else a script has registered may be each worker's own.
+    Weights and optimizers are the same on all workers. Other registered state may differ between workers.
     """
     common = {
         content.name: {n for n, where in tensor_names(content.state).items() if where.startswith(f"{OPTIMIZER}/")}
@@ -170,7 +170,7 @@ def part_of(contents: Sequence[Content], part: Part) -> list[Content]:
 
 
 def files_of(contents: Sequence[Content]) -> tuple[list[FilePlan], list[Tensor]]:
-    """Return files to be written at once, and the tensors that must live until then."""
+    """Return the files to write immediately, and the tensors that must stay alive until they are written."""
     files, alive = [], []
     for content in contents:
         blobs, tensors = blobs_of(content)
@@ -190,7 +190,7 @@ def _load_weights(model: nn.Module, folder: Path, *, same_dtypes: bool) -> None:
 
 
 def _refuse_other_dtypes(model: nn.Module, weights: Mapping[str, Any], folder: Path) -> None:
-    """Names and shapes torch checks itself; another precision it would convert, and train another model."""
+    """Raise CheckpointError if dtypes differ: torch checks names and shapes, but silently converts the precision."""
     other = [
         f"{name} is {tensor.dtype} here and {weights[name].dtype} there"
         for name, tensor in model.state_dict().items()
@@ -208,7 +208,7 @@ def _refuse_other_dtypes(model: nn.Module, weights: Mapping[str, Any], folder: P
 
 
 def refuse_other_size(info: CandidateInfo, logical_workers: int | None) -> None:
-    """Raise CheckpointError where a checkpoint was written with another number of logical workers (None: not known)."""
+    """Raise CheckpointError if the checkpoint was written with another number of logical workers (None: unknown)."""
     there = info.metadata.get("logical_workers")
     if logical_workers is not None and there is not None and there != logical_workers:
         raise CheckpointError(
@@ -249,7 +249,7 @@ def _read(folder: Path, what: str) -> dict[str, Any]:
 
 
 def _read_container(file: Path) -> tuple[Any, dict[int, Tensor]]:
-    """Read description and tensors, by number, checking each tensor's digest once more while it is read."""
+    """Read the description and the tensors by number, verifying each tensor's digest again while reading."""
     try:
         with file.open("rb", buffering=0) as stream:
             index = read_index(stream)
@@ -284,5 +284,5 @@ def _read_format_1(file: Path) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """Shorten torch's advice to load without ``weights_only``, which nobody should follow here."""
+    """Return the first line of the message: the rest is torch's advice to disable ``weights_only``, unsafe here."""
     return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,8 +1,8 @@
-"""Saves while training goes on: a copy into shared memory, which a process of low priority writes to disk.
+"""Saves checkpoints while training continues: copies the state into shared memory; a low-priority process writes it.
 
-Training waits for the copy only. Use from one thread. Policy when a save comes while all copies are still being
-written: a periodic one is skipped, as the next one is never far. One that must be on disk (``wait=True``) waits for
-what is under way and is then written by the trainer itself, at its own priority. May import torch and the standard
+Training waits only for the copy. Use from one thread. If all copies are still being written when a save is requested,
+a periodic save is skipped, since the next one follows soon. A save that must be on disk (``wait=True``) waits for the
+writes in progress and is then written by the trainer itself, at its own priority. May import torch and the standard
 library only.
 """
 
@@ -31,23 +31,23 @@ from elasticflow_airflow.runtime.stores.store import Part, Store, is_in_process
 
 NICE = 19
 _ROOM_FOR_DESCRIPTION = 1.25
-"""The description of the state lies behind the tensors, in as much room as it took when measured, and some more."""
+"""The description of the state is stored after the tensors, in its last measured size times this factor."""
 _SPARE_BYTES = 1 << 16
 _OF_FREE_MEMORY = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint, or this worker's part of one, that is on disk. ``name`` is relative to the checkpoint folder."""
+    """A checkpoint on disk, or this worker's part of one. ``name`` is relative to the checkpoint folder."""
 
     generation: int
     step: int
     name: str
     digest: str | None
-    """None of a part: whoever has rank 0 knows it."""
+    """None for a part: only rank 0 knows the digest."""
     size_bytes: int
     stall_s: float
-    """How long training stood still for the copy (and for the write, where it had to wait for it)."""
+    """How long training was blocked by the copy (and by the write, if it had to wait for it)."""
     write_s: float
 
 
@@ -62,9 +62,10 @@ class _UnderWay:
 class Checkpointer:
     """Saves one training's checkpoints to a folder or an fsspec URL.
 
-    ``promotes``: make each one count once it is written, and keep the newest ``keep`` (alone; under the service the
-    service does both). ``buffers``: copies that may be in flight, 1 or 2; by default 2 where memory is plentiful.
-    ``in_background`` False, ``memory://`` and too little memory for a copy make every save write before it returns.
+    ``promotes``: promote each checkpoint once it is written, and keep the newest ``keep`` (only without the service,
+    which otherwise does both). ``buffers``: number of copies that may be in flight, 1 or 2; by default 2 if memory is
+    plentiful. Saves are written before they return if ``in_background`` is False, for ``memory://``, and if memory is
+    too small for a copy.
     """
 
     def __init__(
@@ -95,13 +96,13 @@ class Checkpointer:
         self._preparing: threading.Thread | None = None
         self._description_bytes = 0
         self.in_background = in_background and not is_in_process(where) and hasattr(os, "memfd_create")
-        """Whether saves are written beside the training. It turns False where there is no memory for a copy."""
+        """Whether saves are written in the background. Becomes False if there is no memory for a copy."""
         self.skipped = 0
         """Saves that were skipped because earlier ones were still being written."""
 
     @property
     def store(self) -> Store:
-        """Where they are kept."""
+        """The store that holds the checkpoints."""
         return self._store
 
     @property
@@ -111,19 +112,19 @@ class Checkpointer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being written, and memory for a copy is not just being got."""
+        """Whether nothing is being written and no memory for a copy is being allocated."""
         return not self._under_way and (self._preparing is None or not self._preparing.is_alive())
 
     @property
     def writer_pid(self) -> int | None:
-        """Process id of the writer, once there is one."""
+        """Process id of the writer; None if it has not been started."""
         return None if self._writer is None else self._writer.pid
 
     def prepare(self, registered: Registered, *, part: Part | None = None) -> None:
-        """Get writer and memory ready in the background: call it after the first optimizer step.
+        """Start the writer and allocate memory in the background; call it after the first optimizer step.
 
-        Later saves then stand still for a copy only; without it the first one pays. Raises CheckpointError for a state
-        that no checkpoint can hold.
+        Later saves then block only for a copy; without this call the first save takes longer. Raises CheckpointError
+        for a state that no checkpoint can hold.
         """
         if not self.in_background or self._preparing is not None or self._buffers:
             return
@@ -145,11 +146,12 @@ class Checkpointer:
         wait: bool = False,
         part: Part | None = None,
     ) -> Saved | None:
-        """Save the state as it is now; training may go on when this returns.
+        """Save the current state; training may continue when this returns.
 
-        Returns what was written when it had to wait for it (``wait``, or no background), else None: ``poll`` tells.
-        ``part``: all workers call this, each writes its part, rank 0 the manifest. Parts are never skipped: the others
-        would wait for them. Raises CheckpointError, also for an earlier save that has failed since.
+        Returns what was written if the call waited for it (``wait``, or not in the background), else None; ``poll``
+        returns it later. ``part``: all workers call this, each writes its part, and rank 0 writes the manifest. Parts
+        are never skipped, since the other workers would wait for them. Raises CheckpointError, also for an earlier
+        save that has failed since.
         """
         began_s = time.perf_counter()
         if not wait:
@@ -183,28 +185,28 @@ class Checkpointer:
         return None
 
     def poll(self) -> list[Saved]:
-        """Return what has come to disk since the last call. Raises CheckpointError when a write has failed."""
+        """Return the saves that reached the disk since the last call. Raises CheckpointError if a write has failed."""
         self._take_answers(limit_s=0.0)
         return self._take_saved()
 
     def flush(self, limit_s: float | None = None) -> list[Saved]:
-        """Wait until everything is on disk, at most ``limit_s``. Raises CheckpointError when a write has failed."""
+        """Wait up to ``limit_s`` seconds until everything is on disk. Raises CheckpointError if a write has failed."""
         self._finish_under_way(limit_s)
         return self._take_saved()
 
     def drop(self) -> None:
-        """Give up what is being written: nobody would look at it any more."""
+        """Abandon the writes in progress, because their result is no longer needed."""
         if self._under_way and self._writer is not None:
             self._writer.abandon()
-            # Those before have ended by now: over many changes neither processes nor descriptors add up.
+            # Earlier ones have ended by now, so neither processes nor descriptors accumulate over many changes.
             self._abandoned = [writer for writer in self._abandoned if not writer.has_gone()] + [self._writer]
             self._writer = None
             self._forget_writer()
 
     def close(self) -> None:
-        """Let the writer and the memory go; what is not written yet is dropped (see ``flush``)."""
+        """Release the writer and the memory; unwritten saves are dropped (see ``flush``)."""
         if os.getpid() != self._pid:
-            return  # A fork of the trainer: the writer is not its own.
+            return  # In a fork of the trainer, which does not own the writer.
         if self._preparing is not None:
             self._preparing.join()
         self._let_go_of_writer()
@@ -215,7 +217,7 @@ class Checkpointer:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _write_now(self, contents: Sequence[Content], order: Order, began_s: float) -> Saved:
-        # What fails of the earlier ones matters no more once this newer one is on disk.
+        # Failures of earlier saves no longer matter once this newer one is on disk.
         with contextlib.suppress(CheckpointError):
             self._finish_under_way(None)
         files, _alive = files_of(contents)
@@ -260,7 +262,7 @@ class Checkpointer:
         return self._count, buffer
 
     def _free_buffer(self, contents: Sequence[Content], *, must: bool) -> SharedBuffer | None:
-        """Find memory that nobody reads; waits for it if ``must``."""
+        """Return a buffer that is not being written out, or None; wait for one if ``must``."""
         if not self.in_background:
             return None
         if self._preparing is not None:
@@ -282,7 +284,7 @@ class Checkpointer:
         return free
 
     def _room_for(self, contents: Sequence[Content]) -> list[int]:
-        """Sizes of the buffers to have."""
+        """Return the sizes of the buffers to allocate, in bytes."""
         if not self._description_bytes:
             self._description_bytes = sum(len(json.dumps(content.state)) for content in contents) + 100 * sum(
                 len(content.pieces) for content in contents
@@ -308,7 +310,7 @@ class Checkpointer:
         self.in_background = bool(self._buffers)
 
     def _replace(self, old: SharedBuffer, size_bytes: int, gpu: torch.device | None) -> SharedBuffer:
-        """The state has grown."""
+        """Replace a buffer by a larger one because the state has grown."""
         new = SharedBuffer(self._next_number(), size_bytes)
         new.touch(pin_for=gpu)
         self._replaced[new.number] = old.number
@@ -337,7 +339,7 @@ class Checkpointer:
             self._take_answers(limit_s=left_s)
 
     def _take_answers(self, limit_s: float | None) -> None:
-        """Hear what the writer says: wait for the first answer as long as given, for none of the others."""
+        """Process the writer's answers: wait up to ``limit_s`` for the first one, and not at all for the others."""
         problems: list[str] = []
         while self._under_way and self._writer is not None:
             try:
@@ -372,7 +374,7 @@ class Checkpointer:
         return saved
 
     def _writer_died(self, error: WriterDiedError) -> CheckpointError:
-        """The next save starts another one."""
+        """Discard the dead writer and return the error to raise; the next save starts another writer."""
         steps = ", ".join(str(one.step) for one in self._under_way.values())
         self._let_go_of_writer()
         return CheckpointError(f"{error}: the checkpoint of step {steps} is not there; those before stay valid")

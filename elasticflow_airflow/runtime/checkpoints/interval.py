@@ -1,4 +1,4 @@
-"""How often to save: from what a save costs and how often workers fail. Knows numbers only.
+"""Chooses the save interval from the cost of a save and the failure rate of workers. Knows only numbers.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval" (CACM 17, 1974); J. T. Daly, "A higher
 order estimate of the optimum checkpoint interval for restart dumps" (FGCS 22, 2006), equation 37.
@@ -10,17 +10,17 @@ import math
 from dataclasses import dataclass
 
 PRIOR_MTBF_S = 6 * 3600.0
-"""Time between failures that is assumed before any was seen; it weighs as much as one failure."""
+"""Time between failures that is assumed before any is observed; it has the weight of one failure."""
 
 SLOW_DISK_BYTES_PER_S = 100e6
-"""What even a network disk writes, before a save has been measured."""
+"""Write speed assumed before a save has been measured; even a network disk reaches it."""
 
 
 def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:
-    """Seconds of training between two saves that lose the least time in all, by Daly's estimate.
+    """Return the seconds of training between two saves that minimize the total time lost, by Daly's estimate.
 
-    ``save_cost_s`` is what one save takes from training, ``mtbf_s`` the mean time between failures. Raises ValueError
-    for what is not positive.
+    ``save_cost_s`` is the training time that one save costs, ``mtbf_s`` the mean time between failures. Raises
+    ValueError if either is not positive.
     """
     if not (save_cost_s > 0 and mtbf_s > 0):
         raise ValueError(f"a save that costs {save_cost_s} s every {mtbf_s} s: both must be positive")
@@ -32,21 +32,21 @@ def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class SaveInterval:
-    """Chooses the interval from what it is told; between ``least_s`` and ``most_s``.
+    """Chooses the interval, between ``least_s`` and ``most_s``, from the costs and failures reported to it.
 
-    ``of_training`` is the fraction of its duration that a write in the background takes from training (0: nothing).
+    ``of_training`` is the fraction of a background write's duration that is lost to training (0: none).
     """
 
     first_s: float = 60.0
-    """The interval until a save has been measured: of a state whose size is not known, or that is large."""
+    """The interval until a save has been measured, for a state that is large or of unknown size."""
     least_s: float = 10.0
     most_s: float = 1800.0
     of_training: float = 0.05
     prior_mtbf_s: float = PRIOR_MTBF_S
     failures: int = 0
-    """Failures of this job so far: each cost the steps since the last checkpoint."""
+    """Number of failures of this job so far; each cost the steps since the last checkpoint."""
     trained_s: float = 0.0
-    """How long this job has trained so far: in the same span, however many processes there were in it."""
+    """How long this job has trained so far, over the same span as ``failures``, across all its processes."""
     _cost_s: float | None = None
     _write_s: float = 0.0
 
@@ -55,11 +55,11 @@ class SaveInterval:
             raise ValueError(f"save every {self.least_s} to {self.most_s} s: the bounds are not in order")
 
     def expect(self, size_bytes: int) -> None:
-        """Guess what the first save costs: that of a small state comes soon, so that no early failure begins again."""
+        """Set the first interval from the state's size: a small one is saved early, in case of an early failure."""
         self.first_s = min(self.first_s, max(self.least_s, 2 * size_bytes / SLOW_DISK_BYTES_PER_S))
 
     def saved(self, *, stall_s: float, write_s: float) -> None:
-        """Learn what a save took. Half of the weight is with the newest: states grow, disks get slower."""
+        """Record what a save cost. The newest has half of the weight, because states grow and disks get slower."""
         cost_s = stall_s + self.of_training * write_s
         self._cost_s = cost_s if self._cost_s is None else (self._cost_s + cost_s) / 2
         self._write_s = max(write_s, self._write_s / 2)
@@ -71,9 +71,9 @@ class SaveInterval:
 
     @property
     def seconds(self) -> float:
-        """Seconds from one save to the next. ``first_s`` until the first one has been measured."""
+        """Seconds from one save to the next; ``first_s`` until the first save has been measured."""
         if self._cost_s is None:
             return self.first_s
         best_s = best_interval_s(max(self._cost_s, 1e-6), self.mtbf_s)
-        # Never faster than the disk: the next save would find the last one still being written.
+        # Never faster than the disk: otherwise the previous save would still be in progress.
         return min(self.most_s, max(self.least_s, 2 * self._write_s, best_s))

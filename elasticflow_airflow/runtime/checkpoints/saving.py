@@ -1,4 +1,4 @@
-"""When a session saves, and that it need not wait for it. May import torch and the standard library only."""
+"""Decides when a session saves, without blocking it. May import torch and the standard library only."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from elasticflow_airflow.runtime.stores.manifest import MANIFEST, CheckpointErro
 from elasticflow_airflow.runtime.stores.store import Part
 
 PARTS_LIMIT_S = 10.0
-"""How long a save that must be on disk at once waits for parts of an earlier one: a worker may be gone with its own."""
+"""How long an urgent save waits for the parts of an earlier one: a worker may have died before writing its part."""
 END_LIMIT_S = 30.0
-"""How long a process that ends waits for what it was writing."""
+"""How long an exiting process waits for its writes in progress."""
 TURN_LIMIT_S = 60.0
-"""A survivor waits so long for another one that is saving, and may be stopped itself."""
+"""How long a survivor waits for another one that is saving and that may itself be stopped."""
 _TURN_POLL_S = 0.05
 _PREPARED_AT = 0.5
-"""Fraction of the first interval after which memory and writer are made ready; shorter runs need neither."""
+"""Fraction of the first interval after which memory and writer are prepared; shorter runs need neither."""
 
 
 class Saver:
-    """One session's saves: every ``interval`` seconds, or as often as pays off. Zero: at every step, and at once.
+    """Saves one session's state every ``interval`` seconds, or at the best interval. Zero: every step, synchronously.
 
-    ``promotes`` and ``keep``: see Checkpointer. Nothing is started before it is needed: only one worker saves, unless
-    each writes a part (``Part``), which rank 0 decides, for all.
+    ``promotes`` and ``keep``: see Checkpointer. Nothing is started before it is needed. Only one worker saves, unless
+    rank 0 decides that each worker writes a part (``Part``).
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Saver:
 
     @property
     def trained_s(self) -> float:
-        """How long this job has trained, in this process and in those before it that it carries on."""
+        """How long this job has trained, in this process and in the earlier processes that it continues."""
         return time.monotonic() - self._began_s
 
     def carry_on(self, trained_s: float) -> None:
-        """Count on from what others have trained: failures are counted from the job's beginning, too."""
+        """Continue counting from the time trained so far, since failures are also counted from the job's start."""
         self._began_s = time.monotonic() - trained_s
 
     @property
@@ -62,21 +62,21 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """Whether the time for the next save has come."""
+        """Whether the next save is due."""
         return time.monotonic() - self._saved_at_s >= self.interval_s
 
     def restart_clock(self) -> None:
-        """Count from now: somebody has saved, or the state has just come from somewhere."""
+        """Restart the interval now, after any worker's save, or after the state was received or loaded."""
         self._saved_at_s = time.monotonic()
 
     def expect(self, registered: Registered) -> None:
-        """Take in how large a save will be, once the optimizer has a state."""
+        """Estimate the cost of a save from the size of the state, once the optimizer has one."""
         if isinstance(self._interval, SaveInterval):
-            with contextlib.suppress(CheckpointError):  # Whoever saves it says so.
+            with contextlib.suppress(CheckpointError):  # The save itself reports it.
                 self._interval.expect(size_of(contents_of(registered)))
 
     def step_done(self, registered: Registered) -> None:
-        """Get memory and writer ready in good time, in the background; the optimizer has a state by now."""
+        """Prepare memory and writer ahead of time, in the background; the optimizer has a state by now."""
         if self._checkpointer is not None or self.interval_s == 0:
             return
         if self._is_time_to_prepare:
@@ -84,32 +84,32 @@ class Saver:
 
     @property
     def can_write_parts(self) -> bool:
-        """Whether saves are written beside the training, as far as is known: nothing may wait for another's part."""
+        """Whether saves are written in the background, as far as known: training must not wait for another's part."""
         return self.interval_s != 0 and (self._checkpointer is None or self._checkpointer.in_background)
 
     def must_prepare_parts(self, count: int) -> bool:
-        """Whether it is time to get memory and writer of this many workers ready for a part each."""
+        """Whether it is time for each of ``count`` workers to prepare memory and writer for its part."""
         return self._parts != count and self._is_time_to_prepare
 
     def prepare_part(self, registered: Registered, part: Part) -> None:
-        """Get memory and writer for this worker's part ready, in the background."""
+        """Prepare memory and writer for this worker's part, in the background."""
         self._parts = part.size
         self._open().prepare(registered, part=part)
 
     @property
     def is_due_in_parts(self) -> bool:
-        """Whether the time for the next save has come, and this worker's writer can begin at once.
+        """Whether the next save is due and this worker's writer can start at once.
 
-        A worker that waited for its writer might wait for a part of somebody who is gone.
+        A worker that waited for its writer might wait for a part of a worker that is gone.
         """
         return self.is_due and self._parts > 0 and self._checkpointer is not None and self._checkpointer.is_idle
 
     def end_parts(self, limit_s: float) -> list[Saved]:
-        """Wait a while for a save in parts, before one that must be on disk at once; then give it up."""
+        """Wait up to ``limit_s`` seconds for a save in parts, before an urgent save; then abandon it."""
         if not self._parts or self._checkpointer is None or not self._checkpointer.is_busy:
             return []
         saved = []
-        with contextlib.suppress(CheckpointError):  # It matters no more once the newer one is on disk.
+        with contextlib.suppress(CheckpointError):  # It no longer matters once the newer save is on disk.
             saved = self._checkpointer.flush(limit_s)
         if self._checkpointer.is_busy:
             self._checkpointer.drop()
@@ -130,7 +130,7 @@ class Saver:
         wait: bool,
         part: Part | None = None,
     ) -> Saved | None:
-        """Save now; with ``wait`` it is on disk when this returns. See Checkpointer. Raises CheckpointError."""
+        """Save now; with ``wait`` the save is on disk when this returns. See Checkpointer. Raises CheckpointError."""
         self.restart_clock()
         saved = self._open().save(
             registered,
@@ -145,29 +145,29 @@ class Saver:
         return saved
 
     def poll(self) -> list[Saved]:
-        """What has come to disk since. Raises CheckpointError when a write has failed."""
+        """Return the saves that reached the disk since the last call. Raises CheckpointError if a write has failed."""
         saved = [] if self._checkpointer is None else self._checkpointer.poll()
         for one in saved:
             self._learn(one)
         return saved
 
     def flush(self) -> list[Saved]:
-        """Wait for what is being written, for a while. Raises CheckpointError when a write has failed."""
+        """Wait up to END_LIMIT_S for the writes in progress. Raises CheckpointError if a write has failed."""
         return [] if self._checkpointer is None else self._checkpointer.flush(END_LIMIT_S)
 
     def drop(self) -> None:
-        """Give up what is being written: the generation that it belongs to has ended."""
+        """Abandon the writes in progress, because their generation has ended."""
         if self._checkpointer is not None:
             if self._checkpointer.is_busy:
                 self._saved_at_s = time.monotonic() - self.interval_s  # the next step saves
             self._checkpointer.drop()
             if self._parts:
-                # The parts of other numbers of workers have other sizes. It waits for a writer that may hang on a disk.
+                # Part sizes depend on the number of workers. In a thread: ``close`` waits for a writer that may hang.
                 threading.Thread(target=self._checkpointer.close, name="elasticflow-parts-closed").start()
                 self._checkpointer, self._parts = None, 0
 
     def close(self) -> None:
-        """Let writer and memory go."""
+        """Release writer and memory."""
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
@@ -188,9 +188,10 @@ class Saver:
 
 @contextmanager
 def turn_of_survivors(checkpoints: Path, generation: int, step: int) -> Iterator[bool]:
-    """One survivor after the other: whether it is still needed that this one saves its ``step``.
+    """Let survivors save one at a time; yields whether this one still needs to save its ``step``.
 
-    They cannot ask each other, and each save removes what others have not finished. A lock goes with its holder.
+    Survivors cannot communicate, and each save removes unfinished saves of others. The lock is released if its holder
+    dies.
     """
     folder = (checkpoints / candidate_name(generation, step)).parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""States as files to be written: which tensors they hold, and copies of those in memory that a writer shares.
+"""Prepares states for writing: which tensors each file holds, and snapshots of them in memory shared with the writer.
 
-A snapshot is the only part of a save that training waits for. Its memory is a file without a name (memfd): it cannot
-outlive the processes that hold it, and no limit of ``/dev/shm`` applies. The first copy into fresh pages costs ten
-times as much as the later ones: :meth:`SharedBuffer.touch` pays for that beforehand. May import torch and the
+A snapshot is the only part of a save that training waits for. Its memory is an anonymous file (memfd): it cannot
+outlive the processes that hold it, and the limit of ``/dev/shm`` does not apply. The first copy into fresh pages costs
+ten times as much as later ones; :meth:`SharedBuffer.touch` pays that cost in advance. May import torch and the
 standard library only.
 """
 
@@ -36,7 +36,7 @@ _BYTES_AT_ONCE, _BYTES_PER_MOVER, _MOST_MOVERS = 4 << 20, 16 << 20, 4
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of a file; ``numbers`` are its places in the state, several where tensors are tied."""
+    """One tensor of a file; ``numbers`` are its positions in the state, several if tensors are tied."""
 
     numbers: tuple[int, ...]
     tensor: Tensor
@@ -48,13 +48,13 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Size in the file, in bytes."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What goes into one file: a state's description, and its tensors (still those of the training)."""
+    """The contents of one file: a state's description, and its tensors (still the training's own, not copies)."""
 
     name: str
     state: Any
@@ -62,7 +62,7 @@ class Content:
 
 
 def content_of(name: str, state: Mapping[str, Any]) -> Content:
-    """Take a state apart for a file. Raises TypeError, naming where it is, for what a file cannot hold."""
+    """Split a state for one file. Raises TypeError, naming the path, for anything that a file cannot hold."""
     description, tensors = flatten(state, name)
     numbers: dict[Any, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -72,7 +72,7 @@ def content_of(name: str, state: Mapping[str, Any]) -> Content:
                 f"the tensor at {name}/{tensor_names(description)[number]} is {what}: a checkpoint holds plain dense "
                 "tensors. Give the full tensor in state_dict(), or leave it out"
             )
-        # Tied weights are one tensor under two names. Other views into the same memory are written each for itself.
+        # Tied weights are one tensor under two names. Other views into the same memory are written separately.
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj())
         numbers.setdefault(key if tensor.numel() else number, []).append(number)
     pieces = tuple(Piece(tuple(same), tensors[same[0]]) for same in numbers.values())
@@ -85,10 +85,10 @@ def shard(
     size: int,
     is_common: Callable[[Content, Piece], bool] = lambda _content, _piece: True,
 ) -> list[Content]:
-    """Return one worker's part of what all have: about the same number of bytes for each, the description with rank 0.
+    """Return one worker's part of the state: about the same number of bytes each, the description at rank 0.
 
-    The split depends on nothing but the shapes, so that all workers agree on it without a word. What is not common to
-    all workers is with rank 0, too.
+    The split depends only on the shapes, so all workers agree on it without communication. Tensors that are not common
+    to all workers also go to rank 0.
     """
     if size == 1:
         return list(contents)
@@ -100,7 +100,7 @@ def shard(
             if is_common(content, piece):
                 order.append((-piece.nbytes, c, p))
             else:
-                mine[c, p] = rank == 0  # No load: other workers may have more of it, or less.
+                mine[c, p] = rank == 0  # Not counted as load: its size may differ between workers.
     for negative_bytes, c, p in sorted(order):
         lightest = loads.index(min(loads))
         loads[lightest] -= negative_bytes
@@ -116,7 +116,7 @@ def shard(
 
 
 def blobs_of(content: Content) -> tuple[list[Blob], list[Tensor]]:
-    """Return the tensors of a file as bytes, to be written at once, and what must live until then."""
+    """Return the tensors of a file as bytes to write immediately, and the tensors that must stay alive until then."""
     on_cpu = [_plain(piece.tensor).cpu().contiguous() for piece in content.pieces]
     blobs = [
         Blob(piece.numbers, piece.dtype, tuple(tensor.shape), bytes_of(tensor))
@@ -126,12 +126,12 @@ def blobs_of(content: Content) -> tuple[list[Blob], list[Tensor]]:
 
 
 def size_of(contents: Sequence[Content]) -> int:
-    """Bytes that a snapshot takes."""
+    """Return the size of a snapshot in bytes."""
     return sum(_aligned(piece.nbytes) for content in contents for piece in content.pieces)
 
 
 class SharedBuffer:
-    """Memory shared with the writer. Raises OSError or MemoryError where there is not enough of it."""
+    """Memory shared with the writer. Raises OSError or MemoryError if there is not enough memory."""
 
     def __init__(self, number: int, size_bytes: int) -> None:
         self.number = number
@@ -149,28 +149,28 @@ class SharedBuffer:
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
 
     def touch(self, *, pin_for: torch.device | None) -> None:
-        """Get every page from the system now, not at the first save; lock them for copies from a GPU, if there is one.
+        """Allocate every page now, not at the first save; pin them for copies from the GPU ``pin_for``, if given.
 
-        Pages that cannot be locked serve as well, only slower. May be called in any thread.
+        Pages that cannot be pinned still work, only slower. May be called in any thread.
         """
         for start in range(0, self.size_bytes, _TOUCH_BYTES):
-            # Both calls let other threads run; in pieces, so that memory that is not there is noticed as OSError.
+            # Both calls release the GIL. In pieces, so that missing memory is reported as OSError.
             os.posix_fallocate(self.descriptor, start, min(_TOUCH_BYTES, self.size_bytes - start))
             self._whole[start : start + _TOUCH_BYTES : _PAGE_BYTES].zero_()
         if pin_for is not None and self._pinned_for is None:
-            # Of a new thread, device 0 is the current one: it would get a context that nobody uses.
+            # In a new thread, device 0 is current: it would get a context that nobody uses.
             with torch.cuda.device(pin_for):
                 if _cudart_answers("cudaHostRegister", self._whole.data_ptr(), self.size_bytes, 0):
                     self._pinned_for = pin_for
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a GPU copies into it without the host's help."""
+        """Whether a GPU can copy into this buffer without the host."""
         return self._pinned_for is not None
 
     @torch.no_grad()
     def take(self, contents: Sequence[Content]) -> list[list[int]]:
-        """Copy all tensors, and return each one's offset. Nobody may change them before this returns."""
+        """Copy all tensors and return the offset of each, by file. They must not change before this returns."""
         pieces = [piece for content in contents for piece in content.pieces]
         layout = [(piece.tensor.dtype, piece.tensor.shape) for piece in pieces]
         if layout != self._layout:
@@ -187,7 +187,7 @@ class SharedBuffer:
                 devices.add(tensor.device)
         _move(moves)
         for device in devices:
-            # The copies alone, all of them on this thread's stream: another may hold what waits for other workers.
+            # Only this thread's stream, which has all copies: operations on other streams may wait for other workers.
             torch.cuda.current_stream(device).synchronize()
         places = iter(self._offsets(pieces))
         return [[next(places) for _ in content.pieces] for content in contents]
@@ -197,7 +197,7 @@ class SharedBuffer:
         self._map[offset : offset + len(data)] = data
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._views, self._layout = [], []
         if self._pinned_for is not None:
             with torch.cuda.device(self._pinned_for):
@@ -224,19 +224,19 @@ class SharedBuffer:
 
 
 def _cudart_answers(function: str, *arguments: int) -> bool:
-    """Call a function of CUDA's; False when it fails. The error is cleared: torch's next kernel would report it."""
+    """Call a CUDA runtime function; return False if it fails. Clears the error, which torch would report later."""
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
     status = int(getattr(cudart, function)(*arguments))
     if status == 0:
         return True
     sys.stderr.write(f"elasticflow: {function} failed with CUDA error {status}: checkpoints are copied more slowly\n")
-    with contextlib.suppress(RuntimeError):  # That very error; a device that is really lost says so again.
+    with contextlib.suppress(RuntimeError):  # The error to clear; a device that is really lost reports it again.
         torch.zeros(1, device="cuda")
     return False
 
 
 def available_bytes() -> int:
-    """Memory that this process could still take, by the machine's and its container's account."""
+    """Return how many bytes this process could still allocate, according to the machine and its container."""
     free = 1 << 62
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -248,15 +248,15 @@ def available_bytes() -> int:
         try:
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
         except (OSError, ValueError):
-            continue  # No such limit ("max"), or another kind of machine.
+            continue  # No limit ("max"), or no such cgroup file on this machine.
     return free
 
 
 def _move(moves: Sequence[tuple[int, int, int]]) -> None:
-    """Copy within memory: (target, source, bytes) each.
+    """Copy within memory; each move is (target, source, bytes).
 
-    By ``memmove``, which, unlike ``copy_``, does not read what it overwrites, and by several threads where it is much:
-    one alone does not use all of what the memory can do.
+    Uses ``memmove``, which, unlike ``copy_``, does not read what it overwrites, and several threads for large copies,
+    since a single thread does not use the full memory bandwidth.
     """
     total = sum(nbytes for _, _, nbytes in moves)
     threads = min(_MOST_MOVERS, len(os.sched_getaffinity(0)), total // _BYTES_PER_MOVER)
@@ -270,9 +270,9 @@ def _move(moves: Sequence[tuple[int, int, int]]) -> None:
         while todo:
             try:
                 move = todo.popleft()
-            except IndexError:  # Another has taken the last.
+            except IndexError:  # Another thread took the last one.
                 return
-            ctypes.memmove(*move)  # Other threads run meanwhile.
+            ctypes.memmove(*move)  # Releases the GIL.
 
     helpers = [threading.Thread(target=work, name="elasticflow-copy", daemon=True) for _ in range(threads - 1)]
     for helper in helpers:

@@ -1,4 +1,4 @@
-"""States (of models, optimizers, schedules) as a description in JSON and a list of tensors: nothing is ever pickled.
+"""Converts states (of models, optimizers, schedules) to a JSON description and a list of tensors, without pickling.
 
 May import torch and the standard library only.
 """
@@ -18,15 +18,15 @@ from torch import Tensor
 def flatten(state: Any, path: str = "") -> tuple[Any, list[Tensor]]:
     """Split a state into its description and its tensors.
 
-    A state is made of tensors, numbers, strings, bytes, None, and dicts, lists and tuples of those. Raises TypeError,
-    naming where it is, for anything else: to restore it would mean running code. Ordered dicts come back as dicts.
+    A state consists of tensors, numbers, strings, bytes, None, and dicts, lists and tuples of those. Raises TypeError,
+    naming the path, for anything else, because restoring it would run code. Ordered dicts are restored as dicts.
     """
     tensors: list[Tensor] = []
     return _describe(state, path, tensors), tensors
 
 
 def unflatten(description: Any, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Any:
-    """Put a state together again; ``tensors`` by number. Raises ValueError when the description is not one."""
+    """Reassemble a state; ``tensors`` are indexed by number. Raises ValueError if the description is invalid."""
     if isinstance(description, Mapping) and len(description) == 1:
         ((kind, inner),) = description.items()
         if kind == "tensor":
@@ -59,10 +59,10 @@ def _describe(state: Any, path: str, tensors: list[Tensor]) -> Any:
     if type(state) is bytes:
         return {"bytes": base64.b64encode(state).decode()}
     if type(state) is Counter:
-        # The milestones of torch's MultiStepLR.
+        # For example the milestones of torch's MultiStepLR.
         return {"counter": _describe(dict(state), path, tensors)["dict"]}
     if isinstance(state, Mapping):
-        # Keys may be numbers (optimizers), which JSON's objects cannot have.
+        # Keys may be numbers (in optimizers), which JSON objects cannot have.
         return {"dict": [[_describe(k, path, tensors), _describe(v, f"{path}/{k}", tensors)] for k, v in state.items()]}
     if type(state) in (list, tuple, torch.Size):
         items = [_describe(item, f"{path}/{i}", tensors) for i, item in enumerate(state)]

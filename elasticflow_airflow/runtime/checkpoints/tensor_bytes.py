@@ -1,4 +1,4 @@
-"""The memory of tensors as bytes, and digests of it. May import torch and the standard library only."""
+"""Access to tensor memory as bytes, and digests of it. May import torch and the standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Memory of a contiguous tensor on the CPU; the tensor must outlive the view."""
+    """Return the memory of a contiguous CPU tensor; the tensor must outlive the view."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(b"")
@@ -17,7 +17,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def add_tensor(digest: Any, tensor: Tensor) -> None:
-    """Take dtype, shape and every byte of a dense tensor into a digest of :mod:`hashlib`."""
+    """Update a :mod:`hashlib` digest with the dtype, the shape and every byte of a dense tensor."""
     whole = tensor.detach().cpu().contiguous()
     digest.update(f"{whole.dtype} {tuple(whole.shape)}".encode())
     digest.update(bytes_of(whole))

@@ -1,9 +1,9 @@
-"""Writes checkpoints, as a process of low priority beside a trainer (``python -m`` and the name of this module).
+"""Writes checkpoints in a low-priority process next to a trainer (run as ``python -m`` with the name of this module).
 
-It gets its work over a socket and the tensors through shared memory, and dies with its trainer: by the end of the
-socket, by the trainer's pid, and by the parent-death signal. Signals that tell a trainer to leave it ignores, because
-the trainer has still to save then. It needs no torch and starts in a tenth of a second. The standard library is all
-that this module may import, and fsspec where checkpoints go to a URL.
+It receives its work over a socket and the tensors through shared memory, and dies with its trainer, which it detects
+by the end of the socket, the trainer's pid, and the parent-death signal. It ignores the signals that ask a trainer to
+exit, because the trainer still has to save then. It needs no torch and starts in a tenth of a second. May import the
+standard library only, plus fsspec when checkpoints go to a URL.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What to write beside the tensors, and what to do when it is written."""
+    """What to write in addition to the tensors, and what to do after the write."""
 
     incarnation: int
     generation: int
@@ -62,14 +62,14 @@ class Order:
     part: Part | None = None
     part_limit_s: float = PART_LIMIT_S
     promotes: bool = False
-    """Make it the checkpoint that counts, and remove old ones: alone; under the service the service does that."""
+    """Promote the checkpoint and remove old ones; only without the service, which otherwise does that."""
     keep: int = 2
 
 
 def write_checkpoint(store: Store, files: Sequence[FilePlan], order: Order) -> CandidateInfo | None:
-    """Write a whole checkpoint, or one worker's part. None: another worker finishes it.
+    """Write a whole checkpoint, or one worker's part. Returns None if another worker finishes it.
 
-    An upload that breaks off is begun anew, for some quarter of a minute. Raises CheckpointError.
+    An interrupted upload is retried for about a quarter of a minute. Raises CheckpointError.
     """
     info = retried(lambda: _write(store, files, order), UploadBrokeOff)
     if info is not None and order.promotes:
@@ -95,7 +95,7 @@ def _write(store: Store, files: Sequence[FilePlan], order: Order) -> CandidateIn
 
 
 def encode_work(where: str, order: Order, files: Sequence[Mapping[str, Any]]) -> bytes:
-    """Describe work for the process; tensors are named by their places in the shared memory."""
+    """Encode work for the process; tensors are given by their offsets in the shared memory."""
     part = None if order.part is None else asdict(order.part)
     fields = {name: getattr(order, name) for name in ("incarnation", "generation", "step", "promotes", "keep")}
     body = {**fields, "metadata": order.metadata, "part": part, "part_limit_s": order.part_limit_s}
@@ -103,7 +103,7 @@ def encode_work(where: str, order: Order, files: Sequence[Mapping[str, Any]]) ->
 
 
 def decode_work(raw: bytes, memory: memoryview) -> tuple[str, Order, list[FilePlan]]:
-    """Undo :func:`encode_work`."""
+    """Decode the output of :func:`encode_work`; the tensors are views of ``memory``."""
     work = json.loads(raw)
     part = work["order"].pop("part")
     order = Order(part=None if part is None else Part(**part), **work["order"])
@@ -122,7 +122,7 @@ def decode_work(raw: bytes, memory: memoryview) -> tuple[str, Order, list[FilePl
 
 
 class _Server:
-    """The process: one thread listens, so that the trainer never waits for it; the main thread writes."""
+    """The writer process: one thread listens, so that the trainer never waits for it; the main thread writes."""
 
     def __init__(self, connection: socket.socket, trainer: int) -> None:
         self._connection = connection
@@ -135,19 +135,19 @@ class _Server:
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
         while True:
             answer = self._do(self._work.get())
-            # Where the trainer has gone meanwhile, the other thread ends the process.
+            # If the trainer has gone meanwhile, the other thread ends the process.
             with contextlib.suppress(OSError):
                 self._connection.send(json.dumps(answer).encode())
 
     def _listen(self) -> None:
-        """Take work in, and end the process at once when the trainer does, whatever is being written."""
+        """Queue incoming work, and end the process as soon as the trainer ends, even during a write."""
         try:
             trainer = os.pidfd_open(self._trainer)
             while os.getppid() == self._trainer:
                 ready, _, _ = select.select([trainer, self._connection.fileno()], [], [])
                 if trainer in ready or not self._take_one():
                     break
-        except Exception:  # noqa: BLE001  (shown; a writer that hears nothing must not stay)
+        except Exception:  # noqa: BLE001  (shown; a writer that no longer listens must not stay)
             traceback.print_exc()
         finally:
             os._exit(0)
@@ -155,13 +155,13 @@ class _Server:
     def _take_one(self) -> bool:
         try:
             raw, descriptors, _, _ = socket.recv_fds(self._connection, MESSAGE_BYTES, 1)
-        except ConnectionResetError:  # It went without having read our last answer.
+        except ConnectionResetError:  # The trainer ended without reading our last answer.
             return False
         if not raw:
             return False
         message = json.loads(raw)
         for descriptor in descriptors:
-            # Read-only: nothing that goes wrong here can change what the trainer holds.
+            # Read-only: no fault here can change the trainer's data.
             size = os.fstat(descriptor).st_size
             self._memories[message["buffer"]] = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
             os.close(descriptor)
@@ -182,28 +182,28 @@ class _Server:
             answer |= {"info": None if info is None else [info.name, info.digest, info.size_bytes]}
         except CheckpointError as error:
             answer |= {"error": str(error)[:_MOST_OF_A_MESSAGE]}
-        except Exception as error:  # noqa: BLE001  (told to the trainer, who raises it)
+        except Exception as error:  # noqa: BLE001  (sent to the trainer, which raises it)
             answer |= {"error": f"the checkpoint could not be written: {error!r}"[:_MOST_OF_A_MESSAGE]}
         return answer | {"write_s": time.perf_counter() - began_s}
 
 
 def _lower_priority(nice: int) -> None:
-    """Training comes first, on the processor and on the disk."""
+    """Lower CPU and I/O priority, so that training comes first."""
     os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
-        ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO_CLASS_IDLE)  # Where it is not allowed, it stays as it is.
+        ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO_CLASS_IDLE)  # If not permitted, the priority stays as it is.
 
 
 def main() -> None:
-    """Serve the trainer whose socket was inherited: arguments are its descriptor, the trainer's pid, niceness."""
+    """Serve the trainer whose socket was inherited; arguments: its descriptor, the trainer's pid, niceness."""
     descriptor, trainer, nice, dies_with_thread = map(int, sys.argv[1:5])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if dies_with_thread:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _lower_priority(nice)
-    Path("/proc/self/oom_score_adj").write_text("500")  # Rather the writer than the trainer.
+    Path("/proc/self/oom_score_adj").write_text("500")  # The OOM killer should prefer the writer to the trainer.
     with socket.socket(fileno=descriptor) as connection:
         _Server(connection, trainer).serve()
 

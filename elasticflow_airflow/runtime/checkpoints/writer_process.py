@@ -1,7 +1,7 @@
-"""The trainer's end of the process that writes checkpoints: starts it, sends it work, hears what became of it.
+"""The trainer's side of the checkpoint writer process: starts it, sends it work and receives the results.
 
-It is a fresh interpreter, never a fork: a trainer has threads, and perhaps CUDA. The standard library is all that this
-module may import.
+The writer is a fresh interpreter, never a fork, because a trainer has threads and perhaps CUDA. May import the
+standard library only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _LEAVE_LIMIT_S = 10.0
 
 
 class WriterDiedError(RuntimeError):
-    """The writer ended by itself, or was killed; what it was writing is lost."""
+    """The writer exited or was killed; its unfinished writes are lost."""
 
 
 class WriterProcess:
-    """One writer. Raises OSError when it cannot be started."""
+    """One writer process. Raises OSError if it cannot be started."""
 
     def __init__(self, nice: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # PDEATHSIG comes when the *thread* ends that has started the process.
+        # PDEATHSIG is sent when the *thread* that started the process ends.
         dies_with_thread = threading.current_thread() is threading.main_thread()
         arguments = [str(theirs.fileno()), str(os.getpid()), str(nice), str(int(dies_with_thread))]
         path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
@@ -54,18 +54,18 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the writer."""
         return self._process.pid
 
     def send(self, message: dict[str, Any], descriptor: int | None = None) -> None:
-        """Send one message, with a descriptor of shared memory that is new. Raises WriterDiedError."""
+        """Send one message, with the descriptor of new shared memory if there is any. Raises WriterDiedError."""
         try:
             socket.send_fds(self._socket, [json.dumps(message).encode()], [] if descriptor is None else [descriptor])
         except OSError as error:
             raise WriterDiedError(self._how_it_ended()) from error
 
     def receive(self, limit_s: float | None) -> dict[str, Any] | None:
-        """Return the next answer; None when there is none within the limit. Raises WriterDiedError."""
+        """Return the next answer, or None if there is none within the limit. Raises WriterDiedError."""
         until_s = None if limit_s is None else time.monotonic() + limit_s
         while True:
             left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
@@ -81,7 +81,7 @@ class WriterProcess:
             return answer
 
     def close(self) -> None:
-        """Let it go; what it has not finished is dropped."""
+        """Close the connection and wait for the writer to exit; unfinished work is dropped."""
         self._socket.close()
         try:
             self._process.wait(_LEAVE_LIMIT_S)
@@ -90,11 +90,11 @@ class WriterProcess:
             self._process.wait()
 
     def abandon(self) -> None:
-        """End it, and do not wait for that: ``close`` does."""
+        """Kill the writer without waiting for its end; ``close`` waits."""
         self._process.kill()
 
     def has_gone(self) -> bool:
-        """Whether one that was abandoned has ended; then nothing of it is left."""
+        """Return whether an abandoned writer has ended; if so, its resources are released."""
         if self._process.poll() is None:
             return False
         self._socket.close()

@@ -1,1 +1,1 @@
-"""What Lightning and the Hugging Face Trainer need besides ``runtime.lightning`` and ``runtime.transformers``."""
+"""Support for Lightning and the Hugging Face Trainer, used by ``runtime.lightning`` and ``runtime.transformers``."""

@@ -1,7 +1,7 @@
-"""What the Lightning strategy cannot serve, refused with a message before training starts.
+"""Refuses what the Lightning strategy does not support, with a message, before training starts.
 
-Knows Lightning's objects by what they offer, so that it needs no import of Lightning. May import torch and the standard
-library only.
+Uses Lightning's objects by duck typing, so that it need not import Lightning. May import torch and the standard library
+only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
-"""Names of the precision plugins whose work does not depend on how a batch is cut."""
+"""Names of the precision plugins whose results do not depend on how a batch is split."""
 _CALLBACKS = {
     "GradientAccumulationScheduler": "choose a larger batch_size instead; it is cut into micro-batches",
     "StochasticWeightAveraging": "its averages are in no state that a worker which joins could take over",
@@ -29,11 +29,11 @@ _SHARDED = ("deepspeed", "fairscale", "colossalai")
 
 
 def refuse_trainer(trainer: Any, module: Any, plugin: Any) -> None:
-    """Raise ValueError for a Trainer or a LightningModule that asks for what elastic training cannot give."""
+    """Raise ValueError if a Trainer or a LightningModule requests what elastic training does not support."""
     connector = trainer._accelerator_connector
     devices, nodes = connector._devices_flag, connector._num_nodes_flag
     count = len(devices) if isinstance(devices, list | tuple) else devices
-    # With devices="auto" Lightning names all that it sees; each worker takes its own, the first.
+    # With devices="auto" Lightning lists all visible devices; each worker uses its own, the first.
     if isinstance(count, int) and count > 1 and count != torch.cuda.device_count():
         _refuse(
             f"Trainer(devices={devices})", "each worker trains on one device, and there may be any number: devices=1"
@@ -81,7 +81,7 @@ def _refuse_module(module: Any) -> None:
 
 
 def refuse_checkpoint(trainer: Any) -> None:
-    """Raise ValueError when fit() was given a checkpoint of Lightning's to resume from."""
+    """Raise ValueError if fit() was given a Lightning checkpoint to resume from."""
     if trainer._checkpoint_connector._loaded_checkpoint:
         _refuse(
             "fit(ckpt_path=...)",
@@ -91,7 +91,7 @@ def refuse_checkpoint(trainer: Any) -> None:
 
 
 def refuse_number_of_optimizers(number: str) -> NoReturn:
-    """Raise ValueError."""
+    """Raise ValueError for a number of optimizers other than one."""
     _refuse(
         f"{number} optimizers from configure_optimizers()" if number == "several" else "no optimizer",
         "let configure_optimizers() return exactly one; give it parameter groups where parts of the model differ. Where"
@@ -100,7 +100,7 @@ def refuse_number_of_optimizers(number: str) -> NoReturn:
 
 
 def refuse_optimizers(optimizers: list[Any]) -> None:
-    """Raise ValueError for no or several optimizers, and for kinds that no worker has the whole state of."""
+    """Raise ValueError for no or several optimizers, for LBFGS, and for optimizers with sharded state."""
     if len(optimizers) != 1 or type(optimizers[0]).__name__ == "_MockOptimizer":
         refuse_number_of_optimizers("no" if len(optimizers) < 2 else "several")
     kind = type(optimizers[0])
@@ -113,7 +113,7 @@ def refuse_optimizers(optimizers: list[Any]) -> None:
 
 
 def options_of(loader: Any) -> tuple[Any, bool, dict[str, Any]]:
-    """Dataset, whether it is shuffled, and the other options of a DataLoader. Raises ValueError and TypeError."""
+    """Return a DataLoader's dataset, whether it is shuffled, and its other options. Raises ValueError, TypeError."""
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"ElasticStrategy needs a torch.utils.data.DataLoader for training, not {type(loader).__name__}: it deals "

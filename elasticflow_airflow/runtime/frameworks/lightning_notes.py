@@ -1,7 +1,8 @@
-"""What a LightningModule logs in its training steps, and the rest of Lightning's memory that a joiner must have.
+"""Records what a LightningModule logs in training steps, and the rest of Lightning's state that a joiner needs.
 
-Each logical worker logs its own values; merged in the order of logical workers, what is logged does not depend on who
-computed it. May import torch and the standard library only: Lightning's objects come from the strategy.
+Each logical worker logs its own values. They are merged in the order of logical workers, so the result does not depend
+on which process computed them. May import torch and the standard library only: Lightning's objects come from the
+strategy.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ Value = tuple[float, dict[str, Any]]
 
 
 class Recorder:
-    """Listens to ``self.log`` in the training steps of this process's logical workers, then merges all workers'."""
+    """Records ``self.log`` calls in training steps of this process's logical workers; merges all workers' values."""
 
     def __init__(self) -> None:
         self._flags: dict[str, dict[str, Any]] = {}
         self._noted: list[tuple[int, float, str, Any]] = []
         self._leaf, self._weight = 0, 0.0
         self.merged: dict[str, Value] = {}
-        """By name: the step's value over the global batch, and the flags that it was logged with."""
+        """By name: the step's value over the global batch, and the flags with which it was logged."""
 
     def clear(self) -> None:
-        """Forget the step's values, or those of an attempt that is made again."""
+        """Discard the values of the step, or of an attempt that is retried."""
         self._flags, self._noted, self.merged = {}, [], {}
 
     def at(self, leaf: int, weight: float) -> None:
-        """What is logged from now on is of this process's ``leaf``; ``weight`` is its part of the global batch."""
+        """Attribute later log calls to this process's ``leaf``; ``weight`` is its share of the global batch."""
         self._leaf, self._weight = leaf, weight
 
     @contextmanager
     def listening(self, module: Any) -> Iterator[None]:
-        """Take what the module logs instead of Lightning."""
+        """Record the module's log calls instead of passing them to Lightning."""
         module.log = self._log
         try:
             yield
@@ -68,7 +69,7 @@ class Recorder:
         )
 
     def merge(self, group: WorkerGroup) -> None:
-        """Merge this process's values with all others', however many they are. Raises GroupBroken."""
+        """Merge this process's values with those of all workers, of any number. Raises GroupBroken."""
         own: list[list[Any]] = [[leaf, weight, name, float(value)] for leaf, weight, name, value in self._noted]
         self.merged = _merge(group.exchange_values([self._flags, own]))
 
@@ -88,7 +89,7 @@ def _merge(workers: list[Any]) -> dict[str, Value]:
 
 
 def _by_leaf(noted: list[list[Any]], flags: dict[str, dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """One process's values, each leaf's micro-batches folded: the same pieces, whoever computed them."""
+    """Return one process's values, folded per leaf: the same pieces, whichever process computed them."""
     pieces: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for leaf, weight, name, value in noted:
         scale = weight if flags[name]["reduce_fx"] == "mean" else 1.0
@@ -108,13 +109,13 @@ def _fold(parts: list[tuple[float, float]], reduction: str) -> tuple[float, floa
 
 
 class Notes:
-    """Lightning's own memory as a state: callbacks, metrics so far, the epoch's means, whether to stop."""
+    """Lightning's own state: callbacks, metrics so far, the epoch's means, whether to stop."""
 
     def __init__(self, trainer: Callable[[], Any], call: Any) -> None:
         self._trainer, self._call = trainer, call
         self._metrics: dict[str, Any] | None = None
         self._epoch: dict[str, Any] = {}
-        """By key: what the epoch had come to before this worker took over; joined with what it logs itself."""
+        """By key: the epoch's values before this worker took over; joined with what it logs itself."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers, strings and containers of those."""
@@ -142,19 +143,19 @@ class Notes:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state over; the metrics only with ``apply``: Lightning clears them before training starts."""
+        """Restore the state; ``apply`` restores the metrics later, because Lightning clears them before training."""
         trainer = self._trainer()
         for callback in trainer.checkpoint_callbacks:
             theirs = state["callbacks"].get(callback.state_key, {})
             if theirs.get("dirpath") is not None:
-                # All go on in one folder, whoever writes.
+                # All workers continue with the same folder, whichever of them writes.
                 callback.dirpath = theirs["dirpath"]
         self._call._call_callbacks_load_state_dict(trainer, state)
         trainer.should_stop = state["should_stop"]
         self._metrics, self._epoch = dict(state), dict(state["epoch"])
 
     def apply(self) -> None:
-        """Give Lightning the metrics that were taken over."""
+        """Set Lightning's metrics to the restored ones."""
         if self._metrics is None:
             return
         connector = self._trainer()._logger_connector
@@ -164,7 +165,7 @@ class Notes:
         self._metrics = None
 
     def join_epoch(self) -> None:
-        """Add what the epoch had come to before to what was logged since."""
+        """Join the epoch's earlier values with those logged since."""
         results = self._trainer().fit_loop.epoch_loop._results
         for key in [key for key in self._epoch if key in results and not results[key].has_reset]:
             metric = results[key]
@@ -176,7 +177,7 @@ class Notes:
             metric._computed = None
 
     def forget_epoch(self) -> None:
-        """A new epoch begins."""
+        """Discard the epoch's earlier values, because a new epoch begins."""
         self._epoch = {}
 
 

@@ -1,4 +1,4 @@
-"""What a Trainer may not use when it trains elastically, said before training starts, with what to do instead.
+"""Refuses Trainer features that elastic training does not support, before training starts, and names alternatives.
 
 May import torch, transformers and the standard library only; knows nothing of sessions.
 """
@@ -15,16 +15,16 @@ from transformers import Trainer, TrainingArguments
 from elasticflow_airflow.runtime.protocol import SESSION_ENV
 
 _OURS = ("get_train_dataloader", "_get_train_sampler", "_inner_training_loop", "_run_epoch", "get_batch_samples")
-"""Methods of the Trainer in whose place ours come: another override would be lost without a word."""
+"""Trainer methods that ours replace: any other override would be lost silently."""
 
 _LAUNCHER = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
-"""What ``accelerate launch`` says to its workers."""
+"""Environment variables that ``accelerate launch`` sets for its workers."""
 
 
 def refuse_unsupported(trainer: Any, *, ours: type) -> None:
-    """Raise TypeError or ValueError for what would not train, or not the same with every number of workers.
+    """Raise TypeError or ValueError for what would not train, or not identically with every number of workers.
 
-    ``ours`` is the class with our part, whether the trainer has it yet or not.
+    ``ours`` is the class with our methods, whether or not the trainer already derives from it.
     """
     args = trainer.args
     _refuse_parallelism(trainer)
@@ -57,10 +57,10 @@ def refuse_unsupported(trainer: Any, *, ours: type) -> None:
 
 
 def refuse_sharding_at_once() -> None:
-    """Let every ``TrainingArguments`` made from now on refuse what :func:`refuse_sharding` does.
+    """Make every ``TrainingArguments`` created from now on call :func:`refuse_sharding`.
 
-    Later is too late: these arguments look for deepspeed first, and the Trainer, before its callbacks are asked, for
-    several processes, which :mod:`trainer_world` hides. Does nothing the second time.
+    Later is too late: the arguments first look for deepspeed, and the Trainer looks for several processes, which
+    :mod:`trainer_world` hides, before it calls its callbacks. A second call does nothing.
     """
     cls: Any = TrainingArguments
     original = cls.__post_init__
@@ -76,7 +76,7 @@ def refuse_sharding_at_once() -> None:
 
 
 def refuse_sharding(args: Any) -> None:
-    """Raise ValueError for arguments, or a launcher, that would spread the model over the workers."""
+    """Raise ValueError for arguments, or a launcher, that would shard the model over the workers."""
     asked = [f"{name}=" for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(args, name, None)]
     asked += [name for name in _LAUNCHER if os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y", "t")]
     if asked:
@@ -100,12 +100,12 @@ def _refuse_parallelism(trainer: Any) -> None:
                 f"this process sees {args.n_gpu} GPUs, and a worker uses one: start it with CUDA_VISIBLE_DEVICES=0, or "
                 f"with torchrun --nproc-per-node={args.n_gpu}"
             )
-        args._n_gpu = 1  # the others are other workers'
+        args._n_gpu = 1  # the other GPUs belong to other workers
 
 
 def _refuse_dataset(dataset: Any) -> None:
     if dataset is None:
-        return  # evaluates only; the Trainer itself says so when it comes to train
+        return  # evaluation only; the Trainer itself raises an error if it is to train
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"train_dataset is a {type(dataset).__name__}, which has no length or cannot be indexed: nobody could say "

@@ -1,8 +1,8 @@
-"""What a Trainer's loss is a mean over: samples, or items (tokens with a label), and who divides by their number.
+"""Determines what a Trainer's loss averages over, samples or items (labelled tokens), and who divides by their number.
 
-A model may take ``num_items_in_batch`` and not use it (BertForMaskedLM): then its loss is the mean over the micro-batch
-alone, and the sum over several, which transformers itself takes, several times too large. May import torch and the
-standard library only; knows nothing of sessions.
+A model may accept ``num_items_in_batch`` without using it (BertForMaskedLM). Its loss is then the mean over the
+micro-batch only, and the sum over several, which transformers itself takes, is several times too large. May import
+torch and the standard library only; knows nothing of sessions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TRIALS = 8
 
 
 def item_count(trainer: Any, inputs: Any) -> float | None:
-    """Labelled items of a collated batch as the Trainer counts them; None where it does not."""
+    """Return the number of labelled items in a collated batch as the Trainer counts them; None if it does not."""
     count = trainer._get_num_items_in_batch([inputs], torch.device("cpu"))
     return None if count is None else float(count)
 
@@ -32,9 +32,9 @@ def divides_by_items(
     size: int,
     device: torch.device,
 ) -> tuple[bool, bool]:
-    """Whether the Trainer counts items, and whether its loss is then divided by their number in the global batch.
+    """Return whether the Trainer counts items, and whether its loss is divided by their number in the global batch.
 
-    Asks the model: the loss of the same samples for two numbers of items. Every worker asks with the same samples.
+    Tests the model: compares the loss of the same samples for two numbers of items. All workers use the same samples.
     """
     for start in range(0, min(len(order), _TRIALS * size), size):
         with seeded(0):
@@ -47,7 +47,7 @@ def divides_by_items(
         first, second = (_loss(trainer, to_device(inputs, device), max(1.0, items) * n, device) for n in (1.0, 2.0))
         if math.isfinite(first) and math.isfinite(second) and first != 0.0:
             return True, first != second
-    return True, True  # what transformers takes for granted
+    return True, True  # what transformers assumes
 
 
 def _loss(trainer: Any, inputs: Any, items: float, device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""The state of a Trainer beside model, optimizer and schedule, as a checkpoint holds it and a joiner takes it over.
+"""The state of a Trainer besides model, optimizer and schedule, for checkpoints and for transfer to joiners.
 
 May import transformers and the standard library only; knows nothing of sessions.
 """
@@ -23,7 +23,7 @@ _STATE = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Of ``TrainerState``; its other fields follow from the arguments, or are about the process."""
+"""Saved fields of ``TrainerState``; the others follow from the arguments, or describe the process."""
 _COUNTERS = (
     "_total_loss_scalar",
     "_globalstep_last_logged",
@@ -34,7 +34,7 @@ _COUNTERS = (
 
 
 class TrainerProgress:
-    """Steps, logs, best metric, loss since the last log, what callbacks and control remember."""
+    """Steps, logs, best metric, loss since the last log, and the state of callbacks and control."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -54,7 +54,7 @@ class TrainerProgress:
         return {"json": json.dumps(progress, default=_plain)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state back. Counters that the Trainer sets when it begins come back with :meth:`resume`."""
+        """Restore the state. :meth:`resume` restores the counters that the Trainer resets when it begins."""
         trainer = self._trainer
         self._restored = progress = json.loads(state_dict["json"])
         for name, value in progress["state"].items():
@@ -65,11 +65,11 @@ class TrainerProgress:
 
     @property
     def stopped(self) -> bool:
-        """Whether what was restored is the end of a training that stopped early."""
+        """Whether the restored state is the end of a training that stopped early."""
         return self._restored is not None and bool(self._restored["control"]["should_training_stop"])
 
     def resume(self) -> None:
-        """Set what the Trainer has just reset to zero to what was restored. Does nothing when nothing was."""
+        """Restore the values that the Trainer has just reset to zero. Does nothing if no state was restored."""
         progress, self._restored = self._restored, None
         if progress is None:
             return
@@ -85,7 +85,7 @@ class TrainerProgress:
 
 
 def _plain(value: Any) -> Any:
-    """Make numbers of numpy and torch plain ones: logs may hold them."""
+    """Convert numpy and torch numbers, which logs may contain, to plain ones."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"a {type(value).__name__} in the Trainer's logs or callbacks cannot be saved")

@@ -1,7 +1,7 @@
-"""Keeps accelerate, and through it the Trainer, from forming a world of its own: each process thinks it trains alone.
+"""Keeps accelerate, and with it the Trainer, from forming its own world: each process appears to train alone.
 
-What remains is the rank, by which the Trainer decides who prints and who writes files. May import torch, accelerate and
-the standard library only; knows nothing of sessions.
+Only the rank remains, by which the Trainer decides which process prints and writes files. May import torch, accelerate
+and the standard library only; knows nothing of sessions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NAMES = (
     "OMPI_COMM_WORLD_SIZE",
     "MV2_COMM_WORLD_SIZE",
 )
-"""Where accelerate looks for a world."""
+"""Environment variables in which accelerate looks for a world."""
 
 
 def hide_world() -> None:
-    """Let every ``PartialState`` made from now on be that of a process alone. Does nothing the second time."""
+    """Make every ``PartialState`` created from now on that of a single process. A second call does nothing."""
     if hasattr(PartialState.__init__, "__wrapped__"):
         return
     original = PartialState.__init__
@@ -40,7 +40,7 @@ def hide_world() -> None:
             original(self, *args, **kwargs)
         if fresh:
             if self.device.type == "cuda" and local_rank is not None:
-                # The workers of a bare torchrun share the visible ones out; several may have one.
+                # Workers of a bare torchrun divide the visible GPUs among themselves; several may share one.
                 index = int(local_rank) % torch.cuda.device_count()
                 PartialState._shared_state["device"] = torch.device("cuda", index)
             set_rank(int(os.environ.get("RANK", "0")))
@@ -49,7 +49,7 @@ def hide_world() -> None:
 
 
 def set_rank(rank: int) -> None:
-    """Tell accelerate, and with it ``TrainingArguments``, this process's rank of now."""
+    """Set this process's current rank in accelerate, and thereby in ``TrainingArguments``."""
     state = PartialState._shared_state
     if state:
         state["process_index"] = state["local_process_index"] = rank

@@ -1,1 +1,1 @@
-"""The workers of a job as one group: how they meet, who joins or leaves, and what a joiner is handed."""
+"""The workers of a job as one gang: how they form a group, join or leave it, and transfer state to joiners."""

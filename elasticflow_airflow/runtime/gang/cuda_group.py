@@ -1,11 +1,11 @@
-"""A process group for workers with GPUs: gloo for what is on the host, and for what is on the devices NCCL or gloo.
+"""A process group for workers with GPUs: gloo for host tensors, and NCCL or gloo for device tensors.
 
-NCCL refuses workers that share a GPU, and MIG instances: those send through memory of the host, by gloo. The workers
-agree on it by what each says of its device. Sums are the same bit for bit either way, since they are added up on the
-devices in the order of the tree (process_group.py); only who carries the bytes differs.
+NCCL supports neither workers that share a GPU nor MIG instances: those send through host memory, by gloo. The workers
+choose the backend from the device description that each publishes. Sums are bit-identical either way, since they are
+computed on the devices in the order of the tree (process_group.py); only the transport differs.
 
-Whoever waits for an operation waits on the host, in the thread of the group: its answer says that the bytes are there,
-and a kernel that waits for a dead worker blocks nobody but that thread, until :meth:`CudaGroup.abort_device` ends it.
+Callers wait for an operation on the host, in the thread of the group. When the wait returns, the bytes have arrived. A
+kernel that waits for a dead worker blocks only that thread, until :meth:`CudaGroup.abort_device` ends it.
 May import torch and the standard library only; importing it touches no device.
 """
 
@@ -32,7 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 BACKEND_ENV = "ELASTICFLOW_GPU_BACKEND"
-"""Environment variable: "gloo" keeps NCCL out, on all workers if one says so."""
+"""Environment variable: "gloo" disables NCCL; setting it on one worker disables NCCL on all."""
 NCCL, GLOO = "nccl", "gloo"
 _ERRORS_ENV = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NO_HANDLING = "0"
@@ -40,19 +40,19 @@ _POLL_S = 5e-5
 _LONGEST_POLL_S = 1e-3
 _LOOK_FOR_ERRORS_S = 0.1
 _SETTLING_LIMIT_S = 10.0
-"""An operation that NCCL calls complete shows on our stream within microseconds, or has failed."""
+"""An operation that NCCL reports as complete appears on our stream within microseconds, or has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a worker says of its device: which one it is, on which machine, and why NCCL cannot serve it, if so."""
+    """A worker's device: its identity, including the machine, and the reason if NCCL cannot use it."""
 
     gpu: str
     refuses: str | None = None
 
 
 def seat_of(device: torch.device, environ: Mapping[str, str]) -> Seat:
-    """Describe this worker's device as NCCL would tell it from others: by the machine and the PCI address."""
+    """Describe this worker's device the way NCCL identifies devices: by machine and PCI address."""
     properties: Any = torch.cuda.get_device_properties(device)
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     unique = str(properties.uuid) if None in parts else ":".join(f"{part:02x}" for part in parts)
@@ -60,7 +60,7 @@ def seat_of(device: torch.device, environ: Mapping[str, str]) -> Seat:
 
 
 def refusal(environ: Mapping[str, str], model: str, nccl_is_there: bool) -> str | None:
-    """Why a worker's device cannot use NCCL, whatever the others have; None: it can. Raises ValueError."""
+    """Return why a worker's device cannot use NCCL, regardless of the others; None if it can. Raises ValueError."""
     wanted = environ.get(BACKEND_ENV, "")
     if wanted not in ("", NCCL, GLOO):
         raise ValueError(f"{BACKEND_ENV}={wanted!r}: it is 'nccl' or 'gloo', or not set")
@@ -74,7 +74,7 @@ def refusal(environ: Mapping[str, str], model: str, nccl_is_there: bool) -> str 
 
 
 def choose_backend(seats: Sequence[Seat]) -> tuple[str, str]:
-    """Which backend carries tensors on the devices, the same for all who see the same seats, and why it is not NCCL."""
+    """Return the backend for device tensors, the same for all workers given the same seats, and why it is not NCCL."""
     for rank, seat in enumerate(seats):
         if seat.refuses is not None:
             return GLOO, f"worker {rank}: {seat.refuses}"
@@ -85,10 +85,10 @@ def choose_backend(seats: Sequence[Seat]) -> tuple[str, str]:
 
 
 class CudaGroup:
-    """The operations that :mod:`group` uses, each on the backend of its tensors.
+    """The operations that process_group.py uses, each dispatched to the backend of its tensors.
 
-    The communicator is there when the constructor returns: call it beside the training, in a thread, whichever device
-    is current in that. Raises RuntimeError when the others do not come.
+    The communicator exists when the constructor returns, so call it in a background thread during training; any device
+    may be current in that thread. Raises RuntimeError if the other workers do not connect.
     """
 
     def __init__(
@@ -136,18 +136,18 @@ class CudaGroup:
         return self._on_device.end_together()
 
     def abort_device(self) -> None:
-        """Free whoever waits for an operation on the device, with a RuntimeError. Thread-safe; returns at once."""
+        """Unblock every waiter for a device operation with a RuntimeError. Thread-safe; returns at once."""
         self._on_device.abort()
 
     def close_device(self) -> None:
-        """Let go of the communicator, when nothing is under way. It may take a while: not in the training's thread."""
+        """Release the communicator when no operation is in flight. May be slow: not for the training thread."""
         self._on_device.close()
 
 
 class Staged:
-    """Operations on tensors of a device, through pinned memory of the host and a gloo group.
+    """Operations on device tensors, through pinned host memory and a gloo group.
 
-    ``wait`` returns when the received bytes are queued for the device, in the order of the current stream.
+    ``wait`` returns when the copies of the received bytes to the device are queued on the current stream.
     """
 
     def __init__(self, gloo: Any) -> None:
@@ -155,7 +155,7 @@ class Staged:
         self._together: list[_Transfer] | None = None
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> _Transfer:
-        """Send one tensor, as it is now in the order of the current stream."""
+        """Send one tensor, with the value that it has at this point of the current stream."""
         return self._begun(_Transfer([self._gloo.send([_to_host(tensors[0])], to, tag)]))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Transfer:
@@ -169,26 +169,26 @@ class Staged:
         return _Transfer([self._gloo.allreduce([host])], [(host, tensors[0])])
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> _Transfer:
-        """Send from one rank to all; as bytes, so that every dtype goes."""
+        """Send from one rank to all; as bytes, so that every dtype works."""
         host = _to_host(tensors[0])
         return _Transfer([self._gloo.broadcast([host.view(torch.uint8)], options)], [(host, tensors[0])])
 
     def start_together(self) -> None:
-        """What is begun from now on is waited for together."""
+        """Begin to collect operations, to be waited for together."""
         self._together = []
 
     def end_together(self) -> _Transfer:
-        """All that was begun since."""
+        """Return all operations that were collected since ``start_together``, as one transfer."""
         begun, self._together = self._together or [], None
-        # First what is received: who sends has nothing more to do then.
+        # Receives first: a sender has nothing left to do after its operation.
         begun.sort(key=lambda one: not one.arriving)
         return _Transfer([w for one in begun for w in one.works], [pair for one in begun for pair in one.arriving])
 
     def abort(self) -> None:
-        """Nothing on the device waits for others; what waits on the host is left to its thread, as without a GPU."""
+        """Do nothing: no device kernel waits for others, and waits on the host are left to their thread, as on CPU."""
 
     def close(self) -> None:
-        """The gloo group is not this one's."""
+        """Do nothing: this object does not own the gloo group."""
 
     def _begun(self, transfer: _Transfer) -> _Transfer:
         if self._together is not None:
@@ -198,7 +198,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """Operations of gloo under way, and where what arrives on the host is to go."""
+    """Gloo operations in flight, and the pairs of host buffer and target tensor for what they receive."""
 
     works: list[Any]
     arriving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -207,14 +207,14 @@ class _Transfer:
         for work in self.works:
             work.wait()
         for host, into in self.arriving:
-            # torch's allocator of pinned memory keeps it until the copy is done.
+            # torch's allocator of pinned memory keeps the buffer until the copy is done.
             into.copy_(host.view(into.shape), non_blocking=True)
 
 
 def _host_memory(like: Tensor) -> Tensor:
     if like.device.type != "cuda":
         return torch.empty(like.numel(), dtype=like.dtype)
-    # Of a new thread, device 0 is the current one: it would get a context that nobody uses.
+    # In a new thread, device 0 is current: it would get a context that nobody uses.
     with torch.cuda.device(like.device):
         return torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
 
@@ -228,7 +228,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 class _Nccl:
-    """Operations on tensors of a device, by an NCCL communicator outside torch's global group."""
+    """Operations on device tensors, by an NCCL communicator outside torch's global group."""
 
     def __init__(self, store: Any, rank: int, size: int, limit: datetime.timedelta, device: torch.device) -> None:
         from torch.distributed import ProcessGroupNCCL
@@ -240,11 +240,11 @@ class _Nccl:
         self._closed = False
         self._lock = threading.Lock()
         with torch.cuda.device(device):
-            # torch would end the process when a peer is gone; here the plan says what happens then.
+            # By default torch ends the process when a peer is gone; here the membership plan decides what happens then.
             with _environment(_ERRORS_ENV, _NO_HANDLING):
                 self._group: Any = ProcessGroupNCCL(store, rank, size, options)
-            # Else the communicator is made by the first operation, and training waits. No kernel is started: kernels of
-            # two communicators at a time, in another order on another worker, could wait for each other for ever.
+            # Otherwise the first operation creates the communicator while training waits. This starts no kernel: if
+            # kernels of two communicators ran in different orders on two workers, they could deadlock.
             self._group.eager_connect_single_device(device)
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> _NcclWork:
@@ -260,16 +260,16 @@ class _Nccl:
         return _NcclWork(self, self._group.broadcast(tensors, options))
 
     def start_together(self) -> None:
-        # The backend's own, which takes no device: ProcessGroup's does.
+        # The backend's own method takes no device, unlike ProcessGroup's.
         self._group._start_coalescing()
 
     def end_together(self) -> _NcclWork:
         return _NcclWork(self, self._group._end_coalescing())
 
     def wait(self, work: Any) -> None:
-        """Order the current stream after an operation, and wait on the host until it has happened."""
+        """Order the current stream after an operation, and wait on the host until it has finished."""
         if work is None:
-            return  # Nothing was begun together: both parts were empty.
+            return  # Nothing was coalesced: both tensors were empty.
         work.wait()
         done = torch.cuda.current_stream(self._device).record_event()
         if not wait_on_host(done.query, work.is_completed, self._aborted):
@@ -277,7 +277,7 @@ class _Nccl:
             raise RuntimeError("an operation of NCCL has failed: another worker is gone, or the connection to it")
 
     def abort(self) -> None:
-        """End the kernels that wait for others."""
+        """End the kernels that wait for other workers."""
         self._aborted.set()
         threading.Thread(target=self.close, name="elasticflow-nccl-abort", daemon=True).start()
 
@@ -292,7 +292,7 @@ class _Nccl:
 
 @dataclass(frozen=True, slots=True)
 class _NcclWork:
-    """An operation of NCCL under way."""
+    """An NCCL operation in flight."""
 
     group: _Nccl
     work: Any
@@ -302,9 +302,9 @@ class _NcclWork:
 
 
 def wait_on_host(happened: Callable[[], bool], ended: Callable[[], bool], aborted: threading.Event) -> bool:
-    """Wait until an operation on a device has happened; False when it was aborted, or has ended without happening.
+    """Wait until a device operation has finished; return False if it was aborted or ended without finishing.
 
-    ``ended`` turns true with an error, too, of which it does not tell: then the stream never comes so far.
+    ``ended`` also becomes true on an error, which it does not report: then the stream never reaches that point.
     """
     pause_s, look_at_s = _POLL_S, time.monotonic() + _LOOK_FOR_ERRORS_S
     give_up_at_s: float | None = None
@@ -327,7 +327,7 @@ def _exchange_seats(store: Any, rank: int, size: int, seat: Seat) -> list[Seat]:
 
 def _machine() -> str:
     try:
-        # Of the kernel, so that containers of one machine have the same; a host's name they may not share.
+        # The kernel's id is the same for all containers of one machine; they may not share a host name.
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return os.uname().nodename
@@ -335,7 +335,7 @@ def _machine() -> str:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """A variable that a constructor reads, and only that; a user's own value stays."""
+    """Set an environment variable while a constructor reads it; a value set by the user is kept."""
     if name in os.environ:
         yield
         return

@@ -1,8 +1,8 @@
-"""Where the members of a new generation meet while the old one still trains: its store, who is there, its group.
+"""Forms the process group of a new generation in the background while the old generation still trains.
 
-One background thread per handover. The first rank opens a fresh store and publishes its address in the incarnation's
-folder; everybody says when it is ready; then all build the process group together. May import torch and the standard
-library only.
+Each handover has one background thread. Rank 0 opens a new store and publishes its address in the incarnation's
+folder. Every worker announces when it is ready; then all build the process group together. May import torch and the
+standard library only.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from elasticflow_airflow.runtime.gang.process_group import COLLECTIVE_TIMEOUT_S,
 from elasticflow_airflow.runtime.protocol import Membership, meeting_path
 
 ADDRESS_ENV = "ELASTICFLOW_ADDRESS"
-"""Environment variable: the address at which the other workers of a job reach this one."""
+"""Environment variable: the address at which the other workers of a job can connect to this one."""
 _POLL_S = 0.01
 _BEAT_S = 0.2
 JOINER_SILENCE_LIMIT_S = 5.0
-"""At a switch, a joiner that has not said for so long that it lives is done without."""
+"""A switch is abandoned when a joiner has sent no heartbeat for this long, in seconds."""
 _BUILD_LIMIT_S = 20.0
 _HOLDER = "holder"
 _SETTLED, _GIVEN_UP = "settled", "given up"
 
 
 class Handover:
-    """The making of one generation's group, seen by one worker.
+    """Forms the group of one generation, from the point of view of one worker.
 
-    ``joins`` tells who brings no state: it meets the others only once it has called ``announce``.
+    ``joins`` is True for a worker without training state: it joins the others only after ``announce`` was called.
     """
 
     def __init__(
@@ -51,49 +51,49 @@ class Handover:
         self._joins = joins
         self._announced = threading.Event()
         self._epoch = epoch
-        """A joiner's: where its loops stand; a holder's: the epoch of the next step."""
+        """For a joiner, the epoch that its loops have reached; for a holder, the epoch of the next step."""
         self._stopped = threading.Event()
         self._changed = threading.Condition()
         self.group: WorkerGroup | None = None
         self.ready = False
         self.joiner_epochs: list[int] = []
-        """Where the loops of those who join stand: a switch in another epoch would leave them one behind."""
+        """The epochs that the joiners' loops have reached: a switch in any other epoch would leave them behind."""
         self.epoch_of_holders: int | None = None
         self.failure: str | None = None
         self.settled = False
-        """Those who stay or come have all that they need: who leaves may go."""
+        """The staying and joining workers have everything they need, so the leaving workers may exit."""
         self.given_up: str | None = None
-        """Why the change does not come about, as one of those who stay said it to those who would leave."""
+        """Why the change was abandoned, as a staying worker reported it to the leaving workers."""
         self._words: list[tuple[str, str]] = []
-        """What :meth:`tell` was given and the thread has not said yet."""
+        """Key-value pairs passed to :meth:`tell` that the thread has not yet written to the store."""
         self._beats: dict[str, tuple[bytes, float]] = {}
-        """By joiner: what it said last of its being alive, and when that was news."""
+        """By joiner: its last heartbeat value, and the monotonic time at which that value was first seen."""
         self.store: Any = None
         self._thread = threading.Thread(target=self._run, name=f"elasticflow-meet-{plan.generation}", daemon=True)
         self._thread.start()
 
     @property
     def generation(self) -> int:
-        """The generation that meets here."""
+        """The generation whose group is being formed."""
         return self.plan.generation
 
     def announce(self, epoch: int) -> None:
-        """The joiner is warm, and its loops are in this epoch."""
+        """Announce that this joiner has warmed up and that its loops are in this epoch."""
         self._epoch = epoch
         self._announced.set()
 
     def now_in_epoch(self, epoch: int) -> None:
-        """The holders' next step is in this epoch; called at each step boundary while a handover is on."""
+        """Set the epoch of the holders' next step; called at each step boundary while a handover is in progress."""
         self._epoch = epoch
 
     def wait(self, limit_s: float) -> None:
-        """Wait for a change: ready, failed, stopped, or the holders in another epoch."""
+        """Wait until the handover is ready, failed or stopped, for at most ``limit_s`` seconds."""
         with self._changed:
             if not (self.ready or self.failure or self._stopped.is_set()):
                 self._changed.wait(limit_s)
 
     def stop(self, why: str) -> None:
-        """Nobody will come here any more. Whoever waits in the new group is freed."""
+        """Cancel this handover. Unblocks any thread that waits in the new group."""
         self._stopped.set()
         if self.group is not None:
             self.group.give_up(why)
@@ -102,30 +102,30 @@ class Handover:
 
     @property
     def stopped(self) -> bool:
-        """Whether a later plan has taken its place."""
+        """Whether this handover has ended or was cancelled, for instance because a later plan replaced it."""
         return self._stopped.is_set()
 
     def silent_joiners(self) -> list[str]:
-        """Who was here to join, but is stopped, or cut off: nobody should wait for them at a switch."""
+        """Return the joiners that arrived but are now stopped or disconnected: no switch should wait for them."""
         now_s = time.monotonic()
         return sorted(w for w, (_, at_s) in self._beats.items() if now_s - at_s > JOINER_SILENCE_LIMIT_S)
 
     def end(self) -> None:
-        """Its group has begun: the thread may end, and who leaves may go."""
+        """Mark the handover as complete: its group is in use, so the thread may end and leaving workers may exit."""
         self.tell(_SETTLED, "yes")
         self._stopped.set()
 
     def give_up(self, why: str) -> None:
-        """It does not come about, and this worker goes on as before: so must who would leave."""
+        """Report that the change was abandoned and all continue as before, including the workers due to leave."""
         if self.rank is not None:
             self.tell(_GIVEN_UP, why)
 
     def tell(self, key: str, what: str) -> None:
-        """Have the thread put something into the store: where its host is cut off, that blocks whoever does it."""
+        """Queue a value for the thread to write to the store: a write blocks if the store's host is unreachable."""
         self._words.append((key, what))
 
     def join(self, limit_s: float) -> bool:
-        """Wait until the thread has ended; False when it has not."""
+        """Wait up to ``limit_s`` seconds for the thread to end; return whether it has ended."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
@@ -134,7 +134,7 @@ class Handover:
     def _run(self) -> None:
         try:
             self._meet()
-        except Exception as error:  # noqa: BLE001  (told to whoever waits; a thread that dies silently hangs everything)
+        except Exception as error:  # noqa: BLE001  (reported to waiting threads; a silent death would hang them)
             self.failure = f"{type(error).__name__}: {error}"
         with self._changed:
             self._changed.notify_all()
@@ -142,7 +142,7 @@ class Handover:
     def _meet(self) -> None:
         members = self.plan.members
         if len(members) == 1 and self.rank == 0 and self._joins is False:
-            # Nobody joins: only those who leave look here.
+            # Nobody joins: only the leaving workers read this store.
             self.store = self._open_store()
             self._say()
             self.group = WorkerGroup(0, 1, None, self.generation)
@@ -171,7 +171,7 @@ class Handover:
         self._follow_epochs(said)
 
     def _say(self, said: str | None = None) -> str:
-        """Tell the others that this worker is here, and where a joiner's loops stand."""
+        """Publish that this worker is present and, for a joiner, which epoch its loops have reached."""
         text = f"joiner {self._epoch}" if self._joins else _HOLDER
         if text != said:
             self.store.set(f"here/{self._worker_id}", text)
@@ -215,7 +215,7 @@ class Handover:
             self.store.set(*self._words.pop(0))
 
     def _hears_the_end(self) -> bool:
-        """Who leaves: listen for what becomes of the change."""
+        """Called by a leaving worker: return whether the change has been settled or abandoned."""
         if self.store.check([_SETTLED]):
             self.settled = True
         elif self.store.check([_GIVEN_UP]):
@@ -223,7 +223,7 @@ class Handover:
         return self.settled or self.given_up is not None
 
     def _beat(self, number: int) -> None:
-        """A joiner: say that this process is not stopped. The others: hear who is not."""
+        """As a joiner, publish a heartbeat; as any other worker, read the heartbeats of the joiners."""
         if self._joins:
             self.store.set(f"beat/{self._worker_id}", str(number))
             return
@@ -246,7 +246,7 @@ class Handover:
         return TCPStore(*found, is_master=False, wait_for_workers=False, timeout=limit)
 
     def _build(self) -> WorkerGroup:
-        assert self.rank is not None  # asked before
+        assert self.rank is not None  # checked by the caller
         size = len(self.plan.members)
         if size == 1:
             return WorkerGroup(0, 1, None, self.generation)
@@ -255,7 +255,7 @@ class Handover:
 
 
 def make_process_group(store: Any, rank: int, size: int, device: torch.device) -> Any:
-    """A process group outside torch's global one: gloo for the CPU, and for a GPU NCCL beside it."""
+    """Return a process group outside torch's global one: gloo for the CPU; gloo and NCCL for a GPU."""
     limit = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     if device.type != "cuda":
         return ProcessGroupGloo(store, rank, size, limit)
@@ -265,12 +265,12 @@ def make_process_group(store: Any, rank: int, size: int, device: torch.device) -
 
 
 class EpochAim:
-    """Chooses the epoch in which a joiner that has come too late rehearses, and waits, next.
+    """Chooses the epoch in which a joiner that arrived too late rehearses and waits next.
 
-    A joiner's loops follow only when it joins in the epoch in which it stands. Where an epoch takes longer than a
-    rehearsal, that is simply the one that the others are in. Shorter ones it would chase for ever: then it goes to
-    meet them, at an epoch that lies ahead by what went by since it missed them last, and further after each miss.
-    All joiners aim at multiples of the same powers of two, so that they wait in the same one.
+    A joiner can only join in the epoch that its own loops have reached. If an epoch takes longer than a rehearsal, it
+    targets the epoch that the others are in. If epochs are shorter, it would never catch up: it then targets a later
+    epoch, ahead by the number of epochs that passed since its last miss, and further ahead after each miss.
+    All joiners target multiples of the same powers of two, so that they wait in the same epoch.
     """
 
     def __init__(self) -> None:
@@ -280,7 +280,7 @@ class EpochAim:
     def choose(self, now: int, of_joiners: Sequence[int] = ()) -> int:
         """Return the epoch to rehearse in, after a miss.
 
-        ``now`` is the epoch of those who train; ``of_joiners`` are those in which other joiners wait.
+        ``now`` is the epoch of the training workers; ``of_joiners`` are the epochs in which other joiners wait.
         """
         gone_by = 0 if self._missed_at is None else max(0, now - self._missed_at)
         self._missed_at = now
@@ -293,9 +293,9 @@ class EpochAim:
         return max(met, default=chosen)
 
     def misses(self, epoch: int, now: int | None, of_joiners: Sequence[int] = ()) -> bool:
-        """Whether waiting in ``epoch`` has become useless: the others, now in ``now``, will not meet this joiner there.
+        """Return whether waiting in ``epoch`` is futile: the other workers, now in ``now``, will not switch there.
 
-        That is so when they are past it, or have been set back; or another joiner waits a little further on.
+        This is the case when they have passed it or were set back, or when another joiner waits slightly further on.
         """
         if now is None:
             return False

@@ -1,8 +1,8 @@
-"""The store in which workers of a generation meet: rank 0 serves it and publishes its address, the others wait for it.
+"""The rendezvous store of a generation: rank 0 serves it and publishes its address, the others wait for that address.
 
-A generation can have two of them, in files of their own: torchrun needs one before the script starts, and its agent
-holds it; sessions need one at a change in place too, where no agent takes part. A worker that was started before an
-upgrade meets workers of the new release under these very names. May import torch and the standard library only.
+A generation can have two stores, each with its own address file. torchrun needs one before the script starts, which
+its agent holds; sessions also need one for a change in place, in which no agent takes part. Workers started before an
+upgrade meet workers of the new release under these exact file names. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _POLL_S = 0.01
 
 
 def serve_store(address: str, limit: datetime.timedelta) -> TCPStore:
-    """Open a store at ``address``, on a port that is free; operations on it wait for ``limit`` at most.
+    """Open a store at ``address``, on a free port; operations on it time out after ``limit``.
 
-    A store of torch listens on all interfaces by itself, and asks nobody who he is: hence a socket of our own. Port 0:
-    the kernel picks one that is free, and nobody can take it between choice and use. Raises OSError for an address
-    that is not this machine's.
+    By default torch's store listens on all interfaces without authentication, so this function passes in its own
+    socket. With port 0 the kernel picks a free port, so no other process can take it between choice and use. Raises
+    OSError if the address does not belong to this machine.
     """
     family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((address, 0), family=family)
@@ -43,7 +43,7 @@ def publish_store(path: Path, address: str, limit: datetime.timedelta) -> TCPSto
 
 
 def wait_for_address(path: Path, stopped: Callable[[], bool]) -> tuple[str, int] | None:
-    """Wait until rank 0 has published its store in ``path``: its host and port; None once ``stopped`` says so."""
+    """Wait until rank 0 has published its store in ``path``; return host and port, or None once stopped."""
     while (found := read_json(path)) is None:
         if stopped():
             return None

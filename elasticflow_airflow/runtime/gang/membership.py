@@ -1,8 +1,8 @@
-"""This worker's place among the workers: joins a group, changes to the next one in place, recovers when one dies.
+"""This worker's membership of the gang: joins a group, changes to the next one in place, recovers from a death.
 
-The plan names who trains; the old group trains on until all of the new one are ready, and all agree at a step boundary
-to switch (EDL, arXiv:1909.11985). Who has the state of training hands it to who joins. May import torch and the
-standard library only.
+The plan names the workers that train. The old group trains on until all workers of the new one are ready and all agree
+at a step boundary to switch (EDL, arXiv:1909.11985). Workers that hold the training state send it to joiners. May
+import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 
 FIRST_MEETING_LIMIT_S = 600.0
 RECOVERY_LIMIT_S = 60.0
-"""Survivors wait so long for a plan without the dead, counted from the last news."""
+"""How long, in seconds, survivors wait for a plan without the dead workers, counted from the last news."""
 ABANDONED_STATUS = 75
-"""Exit status of a survivor for whom no plan came (EX_TEMPFAIL)."""
+"""Exit status of a survivor that received no plan in time (EX_TEMPFAIL)."""
 _WAIT_S = 0.05
 _POLL_S = 0.005
 _LAST_LOOK_LIMIT_S = 0.5
@@ -40,7 +40,7 @@ _END_LIMIT_S = 3.0
 
 
 class JoinerSilent(GroupBroken):
-    """Workers that were to join do not answer: the change is given up, and those that train go on as before."""
+    """Joiners do not answer: the change is abandoned, and the training workers continue as before."""
 
     def __init__(self, workers: list[str]) -> None:
         names, verb = ", ".join(workers), "has" if len(workers) == 1 else "have"
@@ -48,13 +48,13 @@ class JoinerSilent(GroupBroken):
         self.workers = workers
 
 
-class Dismissed(Exception):  # noqa: N818  (no error: it is news)
-    """The plan goes on without this worker, or tells all to stop: there is nothing more to do here."""
+class Dismissed(Exception):  # noqa: N818  (a signal, not an error)
+    """The plan excludes this worker or stops all workers: this worker has nothing left to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """What a change of the group brought. ``facts`` are the sender's when this worker took its state over."""
+    """The result of a change of the group. ``took_over`` is the sender's facts if this worker received its state."""
 
     from_generation: int
     generation: int
@@ -62,14 +62,14 @@ class Adoption:
     state_bytes: int
     recovered: bool
     top_step: int
-    """The step that all are at now; -1: nobody brought a state."""
+    """The step that all workers are at now; -1 if no worker had a state."""
     took_over: Mapping[str, Any] | None
     committed: Mapping[str, Any] | None
-    """What a member that is a step ahead knows of the step that this one is in."""
+    """If this worker is one step behind: the facts of a member that has committed the pending step."""
 
 
 class GroupMember:
-    """The group of the moment, and how it changes. ``joined`` is False while a joiner still warms up."""
+    """The current group, and how it changes. ``joined`` is False while a joiner still warms up."""
 
     def __init__(self, folder: Path, worker_id: str, device: torch.device, plan: Membership) -> None:
         self._folder, self._worker_id, self._device = folder, worker_id, device
@@ -79,9 +79,9 @@ class GroupMember:
         self.members: tuple[str, ...] = ()
         self.joined = False
         self.told_to_stop = False
-        """Save and leave: stop, a change by restart, or a plan without this worker."""
+        """Save and exit, because of a stop, a change by restart, or a plan without this worker."""
         self.everybody_stops = False
-        """It is not that the others go on without this worker."""
+        """All workers stop, as opposed to the others continuing without this worker."""
         self._handover: Handover | None = None
         self._agreed: Handover | None = None
         self._news = threading.Event()
@@ -90,7 +90,7 @@ class GroupMember:
         self._aim = EpochAim()
         self.watcher = PlanWatcher(folder, worker_id, self._on_plan)
         self._ending: list[WorkerGroup | Handover] = []
-        """What was left and has threads still: an interpreter that ends with one of them aborts."""
+        """Groups and handovers left behind, perhaps with live threads: the interpreter aborts if it exits with one."""
         self._first = plan.mode is RescaleMode.RESTART
 
     # -- the plan (in the watcher's thread) -------------------------------------------------------------------------
@@ -133,9 +133,9 @@ class GroupMember:
     # -- beginning --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Form the first group of a generation that starts together; a joiner only begins to watch.
+        """Form the first group of a generation that starts together; a joiner only starts its plan watcher.
 
-        Raises RuntimeError when the others do not come, Dismissed when the plan has moved on.
+        Raises RuntimeError if the other workers do not arrive, and Dismissed if the plan has moved on.
         """
         if self._first:
             handover = Handover(self._folder, self.plan, self._worker_id, self._device, joins=True)
@@ -155,24 +155,24 @@ class GroupMember:
             try:
                 self._take_place(handover)
             except GroupBroken:
-                raise Dismissed from None  # another plan came in this very moment
+                raise Dismissed from None  # another plan arrived at this moment
         else:
             self.watcher.start()
 
     @property
     def rank(self) -> int:
-        """Rank now; of a joiner that still warms up, the one that it will have."""
+        """Current rank; for a joiner that still warms up, the planned rank."""
         return self.group.rank if self.joined else (self.plan.rank_of(self._worker_id) or 0)
 
     @property
     def size(self) -> int:
-        """Number of workers now; for a joiner that still warms up, as planned."""
+        """Current number of workers; for a joiner that still warms up, the planned number."""
         return self.group.size if self.joined else max(1, len(self.plan.members))
 
     # -- agreeing ---------------------------------------------------------------------------------------------------
 
     def ready_for(self, next_epoch: int) -> int:
-        """The generation that this worker is ready to switch to when the next step is in ``next_epoch``; 0: none."""
+        """Return the generation that this worker can switch to if the next step is in ``next_epoch``; 0 if none."""
         handover = self._handover
         if handover is None or not self.joined:
             return 0
@@ -182,23 +182,23 @@ class GroupMember:
         return handover.generation
 
     def agree(self, generations: list[int]) -> None:
-        """Take in what all workers are ready for: when it is the same, the next boundary switches."""
+        """Process the generations that all workers are ready for: if they match, the next step boundary switches."""
         handover = self._handover
         if handover is not None and generations and set(generations) == {handover.generation}:
             self._agreed = handover
 
     @property
     def switch_is_due(self) -> bool:
-        """Whether all have agreed to switch at the next boundary."""
+        """Whether all workers have agreed to switch at the next step boundary."""
         return self._agreed is not None
 
     # -- switching --------------------------------------------------------------------------------------------------
 
     def switch(self, registered: Registered, facts: Mapping[str, Any]) -> Adoption:
-        """Change to the agreed group. Raises Dismissed when this worker is not in it.
+        """Change to the agreed group. Raises Dismissed if this worker is not in it.
 
-        Raises GroupBroken when the change does not come about, because a later plan has overtaken it or somebody died.
-        Nothing has changed then, and the group of before is still there: it trains on, if all of it live.
+        Raises GroupBroken if the change fails because a later plan replaced it or a worker died. Nothing has changed
+        then, and the previous group still exists: it trains on if all its members are alive.
         """
         handover, self._agreed = self._agreed, None
         assert handover is not None  # switch_is_due
@@ -211,16 +211,16 @@ class GroupMember:
         pending: int | None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> Adoption:
-        """Wait for a plan without the dead and form its group from the survivors' states in memory.
+        """Wait for a plan without the dead workers and form its group from the survivors' states in memory.
 
-        ``pending`` is the step whose sums this worker holds and whose commit failed. Raises Dismissed when the plan
-        goes on without this worker, or ``is_over`` says that nobody needs it any more, and SystemExit when no plan
-        comes.
+        ``pending`` is the step whose sums this worker holds and whose commit failed. Raises Dismissed if the plan
+        excludes this worker or ``is_over`` returns true because it is no longer needed, and SystemExit if no plan
+        arrives.
         """
         began_s = time.perf_counter()
         self._agreed = None
         self.group.give_up("its operations fail")
-        # Whoever of it waits for this worker is freed.
+        # Unblocks its members that wait for this worker.
         self.group.close()
         end_s = time.monotonic() + RECOVERY_LIMIT_S
         while time.monotonic() < end_s:
@@ -244,9 +244,9 @@ class GroupMember:
         raise SystemExit(ABANDONED_STATUS)
 
     def join(self, registered: Registered, epoch: int) -> Adoption | None:
-        """A joiner's way in, once it is warm and its loops are in ``epoch``; None: the others will not come by there.
+        """Join the group as a warmed-up joiner whose loops are in ``epoch``; None if the others will not switch there.
 
-        Raises Dismissed when the plan goes on without it.
+        Raises Dismissed if the plan excludes this worker.
         """
         self._announced = epoch
         with self._lock:
@@ -270,11 +270,11 @@ class GroupMember:
                 time.sleep(0.002)
                 continue
             if isinstance(arrived.exception(), RuntimeError):
-                time.sleep(_WAIT_S)  # a later plan follows, or everybody is dead
+                time.sleep(_WAIT_S)  # a later plan follows, or all workers are dead
                 continue
             rows = arrived.result()
             if all(row["step"] < 0 for row in rows) and not handover.store.check(["leavers"]):
-                time.sleep(_WAIT_S)  # all of the group are here to join: those who leave have yet to agree
+                time.sleep(_WAIT_S)  # all members are joiners: the leaving workers have yet to agree
                 continue
             try:
                 return self._settle(handover, registered, rows, None, time.perf_counter())
@@ -282,7 +282,7 @@ class GroupMember:
                 self._leave_handover(handover, str(error))  # a later plan follows
 
     def next_epoch_to_join(self, otherwise: int) -> int:
-        """The epoch in which a joiner that has missed those who train should wait for them next."""
+        """Return the epoch in which a joiner that missed the training workers should wait for them next."""
         handover = self._handover
         if handover is None or handover.epoch_of_holders is None:
             return otherwise
@@ -303,7 +303,7 @@ class GroupMember:
         known = set(self.members)
         joiners = [m for m in handover.plan.members if m.worker_id not in known]
         stayers = len(handover.plan.members) - len(joiners)
-        # After a break one of those who are known may be a joiner that turned round before it took its place.
+        # After a break a known worker may be a joiner that went back before it took its place.
         serves = bool(joiners) or recovered
         server = StateServer(registered, facts, os.environ.get(ADDRESS_ENV, "127.0.0.1")) if serves else None
         try:
@@ -327,13 +327,13 @@ class GroupMember:
                 server.close()
 
     def _serve_as_leaver(self, handover: Handover, server: StateServer, joiners: int) -> None:
-        """Everybody leaves and others come: the leavers hand the state over before they go, or all stay."""
+        """Serve the state when all workers leave and others join: leavers exit after the transfer, or all stay."""
         mine = sum(1 for i in range(joiners) if i % self.group.size == self.group.rank)
         handover.tell(f"leaver/{self.group.rank}", json.dumps(server.contact))
         handover.tell("leavers", str(self.group.size))
 
         def gone() -> bool:
-            # The store is lost with who hosts it: the first of those who come.
+            # The store is lost with its host, the first of the joiners.
             return handover.stopped or handover.failure is not None or bool(handover.silent_joiners())
 
         done = server.wait(mine, gone)
@@ -344,7 +344,7 @@ class GroupMember:
             raise GroupBroken("a worker that joins did not take the state")
 
     def _leave_handover(self, handover: Handover, why: str) -> None:
-        """It has come to nothing for this worker: whoever waits for it there is freed."""
+        """Abandon the handover for this worker, and unblock the workers that wait for it there."""
         with self._lock:
             if self._handover is handover:
                 self._end_handover(why)
@@ -359,7 +359,7 @@ class GroupMember:
         *,
         recovered: bool = False,
     ) -> Adoption:
-        """Bring everybody of the new group to the same step."""
+        """Bring all workers of the new group to the same step."""
         assert handover.group is not None
         assert handover.rank is not None
         rank, own = handover.rank, rows[handover.rank]
@@ -390,7 +390,7 @@ class GroupMember:
                 _look_at_joiners(handover)
                 raise GroupBroken("a worker that joins did not take the state")
             nbytes = server.nbytes
-        # The group of before is left together or not at all: until all have the state, nothing has changed.
+        # All leave the previous group together or not at all: nothing changes until every worker has the state.
         handover.group.exchange(torch.zeros(1), lambda: _look_at_joiners(handover))
         before = self.group.generation
         self._take_place(handover)
@@ -415,7 +415,7 @@ class GroupMember:
         except TransferError as error:
             self.watcher.look()
             if handover.stopped:
-                # Who served has heard of a later plan before us.
+                # The sender saw a later plan before this worker did.
                 raise GroupBroken(str(error)) from error
             _die(f"the state of training could not be taken over: {error}")
 
@@ -438,7 +438,7 @@ class GroupMember:
             self.group.give_up(f"worker {', '.join(sorted(gone))} is lost")
 
     def close(self) -> bool:
-        """Leave. False when a thread stays behind, blocked in an operation with somebody who is gone."""
+        """Leave the group. Returns False if a thread remains, blocked in an operation with a worker that is gone."""
         self.watcher.stop()
         with self._lock:
             self._end_handover("this worker leaves")
@@ -448,7 +448,7 @@ class GroupMember:
 
 
 def _wait_as_leaver(handover: Handover) -> None:
-    """Others stay: return once they can do without this worker. Raises GroupBroken when it is to go on with them."""
+    """Return once the staying workers no longer need this one. Raises GroupBroken if it must continue with them."""
     while not handover.settled:
         why = handover.given_up or handover.failure
         if why is None and handover.stopped:
@@ -463,16 +463,16 @@ def _wait_as_leaver(handover: Handover) -> None:
 
 
 def _look_at_joiners(handover: Handover) -> None:
-    """Raise JoinerSilent when one does not answer any more. They themselves wait for the plan."""
+    """Raise JoinerSilent if a joiner no longer answers. Joiners themselves wait for the plan."""
     silent = handover.silent_joiners()
     if silent:
         raise JoinerSilent(silent)
 
 
 def _die(why: str) -> NoReturn:
-    """End as a worker that died, not as a script that failed: the others go on without it."""
+    """Exit like a worker that died, not like a script that failed: the others continue without it."""
     sys.stderr.write(f"elasticflow: {why}\n")
     sys.stderr.flush()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
-    raise SystemExit(ABANDONED_STATUS)  # not reached: the signal is delivered to this very process
+    raise SystemExit(ABANDONED_STATUS)  # not reached: the signal is delivered to this process

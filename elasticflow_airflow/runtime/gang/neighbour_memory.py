@@ -1,7 +1,7 @@
-"""Reads the memory of another process of this machine, where the system allows it: one copy, and no socket between.
+"""Reads the memory of another process on this machine where the system allows it: a single copy, without a socket.
 
-Linux only (``process_vm_readv``), and among processes of one user. Where it is not to be had, in another container or
-behind a stricter system, nobody is told but the caller. The standard library only.
+Linux only (``process_vm_readv``), and between processes of one user. Where it is not available, in another container
+or on a stricter system, only the caller learns of it. May import the standard library only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MOST_THREADS = 4
 _WORD_BYTES = 16
 _PR_SET_PTRACER = 0x59616D61
 _one_at_a_time = threading.Lock()
-"""A process names a single other one that may read it."""
+"""A process can name only one other process that may read it."""
 
 Piece = tuple[int, int, int]
-"""Address there, address here, number of bytes."""
+"""Address in the other process, address in this process, number of bytes."""
 
 
 class _Span(ctypes.Structure):
@@ -33,11 +33,11 @@ class _Span(ctypes.Structure):
 
 @contextlib.contextmanager
 def readable_by(pid: int) -> Iterator[dict[str, Any]]:
-    """Let a process read this one's memory meanwhile; yields what it must know for :func:`reach`."""
+    """Let a process read this one's memory inside the context; yields what that process must pass to :func:`reach`."""
     libc = ctypes.CDLL(None)
     word = ctypes.create_string_buffer(secrets.token_bytes(_WORD_BYTES), _WORD_BYTES)
     with _one_at_a_time:
-        # Where processes may read none but their children unless they are named (Yama); else it is refused, and vain.
+        # Needed under Yama, where processes may read only their children unless named; elsewhere it fails harmlessly.
         libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
         try:
             yield {"where": _where(), "pid": os.getpid(), "word": word.raw.hex(), "at": ctypes.addressof(word)}
@@ -56,7 +56,7 @@ class Neighbour:
         self._call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
 
     def read(self, piece: Piece) -> int:
-        """Copy one piece; returns its size. Raises OSError: it is gone, or may not be read."""
+        """Copy one piece; returns its size. Raises OSError if the process is gone or may not be read."""
         there, here, count = piece
         done = 0
         while done < count:
@@ -69,7 +69,7 @@ class Neighbour:
         return count
 
     def read_all(self, pieces: Sequence[Piece]) -> Iterator[int]:
-        """Copy all pieces, with as many threads as there are cores for; yields the size of each that is done."""
+        """Copy all pieces, with one thread per available core up to a limit; yields each finished piece's size."""
         small = [
             (there + at, here + at, min(_PIECE_BYTES, count - at))
             for there, here, count in pieces
@@ -84,21 +84,21 @@ class Neighbour:
 
 
 def reach(told: Mapping[str, Any]) -> Neighbour | None:
-    """The process that has told this by :func:`readable_by`; None where it cannot be read."""
+    """Return the process described by what its :func:`readable_by` yielded; None if it cannot be read."""
     if told["where"] != _where() or not told["where"]:
         return None
     found = ctypes.create_string_buffer(_WORD_BYTES)
     try:
         neighbour = Neighbour(int(told["pid"]))
         neighbour.read((int(told["at"]), ctypes.addressof(found), _WORD_BYTES))
-    except (OSError, AttributeError):  # not allowed; or no Linux
+    except (OSError, AttributeError):  # not allowed, or not Linux
         return None
-    # Another process of this number would have other things there.
+    # Another process with this PID would have other bytes at that address.
     return neighbour if found.raw.hex() == told["word"] else None
 
 
 def _where() -> str:
-    """This machine, since its start, and this container: where process numbers mean the same. Empty: not known."""
+    """Identify this boot of the machine and this PID namespace, in which PIDs are comparable. Empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,8 +1,8 @@
-"""The workers of the moment, as one process group of our own, outside torch's global one.
+"""The current workers as a process group of our own, outside torch's global one.
 
-Every operation runs in a communication thread, and the caller waits for it *or* for the news that a member is lost: a
-blocked operation of gloo is freed by nothing but the death of a process, so its thread is abandoned then. Sums follow
-one fixed binary tree over the ranks, so that they do not depend on how many processes share the leaves.
+Every operation runs in a communication thread. The caller waits for it *or* for the report that a member is lost: only
+the death of a process unblocks a gloo operation, so its thread is then abandoned. Sums follow one fixed binary tree
+over the ranks, so that they do not depend on how many processes share the leaves.
 May import torch and the standard library only.
 """
 
@@ -24,19 +24,19 @@ from torch import Tensor
 from elasticflow_airflow.runtime.logical_workers import is_power_of_two
 
 COLLECTIVE_TIMEOUT_S = 7200.0
-"""Longer than the service is patient (while rank 0 evaluates, say): the dead show at once, who hangs it gives up."""
+"""Longer than the service waits (e.g. while rank 0 evaluates), which detects dead workers and gives up hung ones."""
 _FIRST_BYTES = 1 << 14
-"""So much of a value goes along with its length: most need no second exchange."""
+"""This many bytes of a value are sent along with its length: most values need no second exchange."""
 _LENGTH = struct.Struct("<Q")
 _LOOK_S = 0.1
 
 
-class GroupBroken(RuntimeError):  # noqa: N818  (it is named for what happened)
-    """A member of the group is gone, or its operations fail: what was under way in the group is void."""
+class GroupBroken(RuntimeError):  # noqa: N818  (named after what happened)
+    """A member of the group is gone, or the group's operations fail: operations in flight are void."""
 
 
 class WorkerGroup:
-    """Rank and size, and the operations that all members call in the same order. Size 1 needs no process group."""
+    """Rank and size, and operations that all members call in the same order. Size 1 needs no process group."""
 
     def __init__(self, rank: int = 0, size: int = 1, process_group: Any = None, generation: int = 0) -> None:
         self.rank, self.size, self.generation = rank, size, generation
@@ -52,7 +52,7 @@ class WorkerGroup:
 
     @classmethod
     def of_torchrun(cls, device: torch.device, rank: int, size: int) -> WorkerGroup:
-        """The world that a bare torchrun started, through torch's default group."""
+        """Return the group of the world that a bare torchrun started, using torch's default group."""
         if size == 1:
             return cls()
         limit = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
@@ -61,7 +61,7 @@ class WorkerGroup:
             dist.init_process_group(backend, timeout=limit)
         if device.type != "cuda":
             return cls(rank, size, dist.distributed_c10d._get_default_group())
-        # The default group's NCCL refuses workers that share a GPU, and a script's own may have no gloo.
+        # The default group's NCCL refuses workers that share a GPU, and a group made by the script may lack gloo.
         from elasticflow_airflow.runtime.gang.cuda_group import CudaGroup
 
         store = dist.distributed_c10d.PrefixStore("elasticflow", dist.distributed_c10d._get_default_store())
@@ -70,7 +70,7 @@ class WorkerGroup:
     # -- operations ---------------------------------------------------------------------------------------------
 
     def submit(self, operation: Callable[[Any], Any]) -> Future[Any]:
-        """Queue an operation on the process group; all members queue the same ones in the same order."""
+        """Queue an operation on the process group; all members must queue the same operations in the same order."""
         future: Future[Any] = Future()
         if self._pg is None:
             future.set_exception(GroupBroken(f"the group of generation {self.generation} was left"))
@@ -80,9 +80,9 @@ class WorkerGroup:
         return future
 
     def wait(self, future: Future[Any], look: Callable[[], None] = lambda: None) -> Any:
-        """Wait for a queued operation. Raises GroupBroken when it fails, or when a member is given up meanwhile.
+        """Wait for a queued operation. Raises GroupBroken if it fails, or if a member is given up meanwhile.
 
-        ``look`` is called now and then; what it raises ends the wait.
+        ``look`` is called periodically; an exception that it raises ends the wait.
         """
         with self._changed:
             while not self._changed.wait_for(lambda: future.done() or self._why is not None, _LOOK_S):
@@ -93,18 +93,18 @@ class WorkerGroup:
         if error is None:
             return future.result()
         if isinstance(error, GroupBroken | torch.OutOfMemoryError | torch.AcceleratorError):
-            raise error  # The others are there; it is this worker's device.
+            raise error  # The other workers are alive; the fault is this worker's device.
         if isinstance(error, RuntimeError):
             raise GroupBroken(f"a worker of generation {self.generation} is gone") from error
         raise error
 
     def exchange(self, row: Tensor, look: Callable[[], None] = lambda: None) -> Tensor:
-        """Give everybody everybody's row: (n,) on the CPU in, (size, n) out, by rank. ``look``: see :meth:`wait`."""
+        """Gather all rows on every worker: (n,) on the CPU in, (size, n) out, by rank. ``look``: see :meth:`wait`."""
         gathered: Tensor = self.wait(self.begin_exchange(row), look)
         return gathered
 
     def begin_exchange(self, row: Tensor) -> Future[Any]:
-        """Begin an exchange, to be waited for later; size 1 has its answer at once."""
+        """Begin an exchange, to be waited for later; with size 1 the result is available at once."""
         if self.size == 1:
             done: Future[Any] = Future()
             done.set_result(row.unsqueeze(0))
@@ -118,12 +118,12 @@ class WorkerGroup:
         return self.submit(gather)
 
     def exchange_values(self, value: Any, look: Callable[[], None] = lambda: None) -> list[Any]:
-        """Give everybody everybody's JSON value, by rank, however long they are. ``look``: see :meth:`wait`."""
+        """Gather all workers' JSON values, of any length, on every worker, by rank. ``look``: see :meth:`wait`."""
         values: list[Any] = self.wait(self.begin_exchange_values(value), look)
         return values
 
     def begin_exchange_values(self, value: Any) -> Future[Any]:
-        """Begin an exchange of JSON values, to be waited for later; size 1 has its answer at once."""
+        """Begin an exchange of JSON values, to be waited for later; with size 1 the result is available at once."""
         text = json.dumps(value).encode()
         if self.size == 1:
             done: Future[Any] = Future()
@@ -133,7 +133,7 @@ class WorkerGroup:
         def gather(group: Any) -> list[Any]:
             begins = _gather_bytes(group, self.size, _LENGTH.pack(len(text)) + text, _LENGTH.size + _FIRST_BYTES)
             lengths = [_LENGTH.unpack_from(begin)[0] for begin in begins]
-            # All see the same lengths: all know whether there is a second exchange.
+            # All workers see the same lengths, so all know whether there is a second exchange.
             more = max(lengths) - _FIRST_BYTES
             rests = _gather_bytes(group, self.size, text[_FIRST_BYTES:], more) if more > 0 else [b""] * self.size
             return [
@@ -144,17 +144,17 @@ class WorkerGroup:
         return self.submit(gather)
 
     def wait_for_all(self) -> None:
-        """Return when every worker has come here."""
+        """Block until every worker has called this method."""
         self.exchange(torch.zeros(1))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def give_up(self, why: str) -> None:
-        """A member is lost: free whoever waits. Thread-safe; called by the watcher of the plan."""
+        """Unblock all waiters because a member is lost. Thread-safe; called by the watcher of the plan."""
         with self._changed:
             self._why = self._why or why
             self._changed.notify_all()
-        # On a device a kernel waits for the lost one, and all that is queued after it.
+        # A device kernel waits for the lost worker, and so does everything queued after it.
         abort = getattr(self._pg, "abort_device", None)
         if abort is not None:
             abort()
@@ -165,13 +165,13 @@ class WorkerGroup:
         return self._why is not None
 
     def close(self) -> None:
-        """Let go of the process group, in its own thread: the last reference pays tens of milliseconds."""
+        """Release the process group in its own thread: dropping the last reference takes tens of milliseconds."""
         if self._pg is not None:
             self._work.put(None)
             self._pg = None
 
     def join(self, limit_s: float) -> bool:
-        """Wait until the process group is gone; False when an operation still holds it."""
+        """Wait until the process group is released; return False if an operation still holds it."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(limit_s)
         return self._thread is None or not self._thread.is_alive()
@@ -185,9 +185,9 @@ class WorkerGroup:
             operation, future = item
             try:
                 if self._why is not None:
-                    raise GroupBroken(self._why)  # survivors may be elsewhere: nobody would answer
+                    raise GroupBroken(self._why)  # survivors may have left this group: nobody would answer
                 future.set_result(operation(group))
-            except BaseException as error:  # noqa: BLE001  (raised in the thread that waits)
+            except BaseException as error:  # noqa: BLE001  (raised in the waiting thread)
                 future.set_exception(error)
             del item, operation, future
         close = getattr(group, "close_device", None)
@@ -196,7 +196,7 @@ class WorkerGroup:
 
 
 def _gather_bytes(group: Any, size: int, own: bytes, length: int) -> list[bytes]:
-    """Everybody's first ``length`` bytes, by rank; who has fewer fills up."""
+    """Return every worker's first ``length`` bytes, by rank; shorter ones are padded."""
     rows = [bytearray(length) for _ in range(size)]
     row = torch.frombuffer(bytearray(own[:length].ljust(length)), dtype=torch.uint8)
     group.allgather([[torch.frombuffer(one, dtype=torch.uint8) for one in rows]], [row]).wait()
@@ -206,14 +206,14 @@ def _gather_bytes(group: Any, size: int, own: bytes, length: int) -> list[bytes]
 def sum_in_tree(flat: Tensor, scratch: Tensor, group: Any, rank: int, size: int) -> None:
     """Sum ``flat`` over all ranks in place, in one fixed binary tree: ((0+1)+(2+3))+...
 
-    ``scratch`` is half as long, rounded up. Raises ValueError for a size that is no power of two, on every rank.
+    ``scratch`` is half as long, rounded up. Raises ValueError on every rank if the size is not a power of two.
 
     Recursive halving and doubling: at each level a rank exchanges half of what it still holds with the partner whose
-    rank differs in one bit, lowest first, so that the same additions happen in the same order for every size that
+    rank differs in one bit, lowest bit first, so that the same additions happen in the same order for every size that
     shares the leaves (EasyScale, SC 2022, section 3.3; Thakur, Rabenseifner and Gropp, 2005).
     """
     if not is_power_of_two(size):
-        # The partner of some would not exist: they would wait for it for ever.
+        # Some ranks would have no partner and wait for it forever.
         raise ValueError(f"{size} workers cannot sum in a tree: their number must be a power of two")
     levels: list[tuple[int, int, int, int]] = []
     begin, end, distance = 0, flat.numel(), 1
@@ -223,7 +223,7 @@ def sum_in_tree(flat: Tensor, scratch: Tensor, group: Any, rank: int, size: int)
         keep, give = ((begin, middle), (middle, end)) if low else ((middle, end), (begin, middle))
         mine, received = flat[keep[0] : keep[1]], scratch[: keep[1] - keep[0]]
         _swap(group, flat[give[0] : give[1]], received, partner)
-        # Addition is commutative to the bit; only the grouping counts.
+        # Addition is commutative bit for bit; only the grouping matters.
         mine.add_(received)
         levels.append((partner, begin, middle, end))
         begin, end = keep

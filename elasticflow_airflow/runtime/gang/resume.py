@@ -1,4 +1,4 @@
-"""Which checkpoint all workers resume from. May import torch and the standard library only."""
+"""Chooses the checkpoint that all workers resume from. May import torch and the standard library only."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def agree_on_checkpoint(
     warn: Callable[[str], None],
     known: Promotion | None = None,
 ) -> Iterator[CandidateInfo | None]:
-    """Find the verified checkpoint to resume from, the same on every worker; None: start afresh.
+    """Find the verified checkpoint to resume from, the same on every worker; yields None to start afresh.
 
-    It can be read at its ``path`` while the context lasts, wherever ``checkpoints``, a folder or a URL, is. Rank 0
-    chooses: a promotion between two workers' looks must not make them start from different steps. ``known`` is what
-    the service has promoted. Raises CheckpointError where that is gone, or another worker finds the chosen one damaged.
+    It can be read at its ``path`` inside the context, whether ``checkpoints`` is a folder or a URL. Rank 0 chooses,
+    because a promotion between two workers' reads must not make them start from different steps. ``known`` is the
+    checkpoint that the service has promoted. Raises CheckpointError if it is gone, or if another worker finds the
+    chosen checkpoint damaged.
     """
     store = open_store(checkpoints)
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""Hands the state of training from a worker that has it to one that joins: over a socket, straight into its tensors.
+"""Transfers the training state from a worker that has it to a joiner, over a socket and directly into its tensors.
 
-A plain socket rather than the process group: who leaves can serve, a death ends it at once, and several go in parallel.
-The receiver proves that it may read the incarnation's folder, where the token lies. What is large it reads, on the same
-machine, out of the sender's memory by itself (neighbour_memory.py): several times as fast. May import torch and the
-standard library only.
+It uses a plain socket instead of the process group: leaving workers can serve, a death ends the transfer at once, and
+several run in parallel. The receiver presents a token from the incarnation's folder as proof that it may read that
+folder. On the same machine the receiver reads large tensors directly from the sender's memory (neighbour_memory.py),
+which is several times as fast. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ _READING, _DONE, _GRANTED = b".", b"!", b"k"
 _SMALL_BYTES = 1 << 16
 _BUFFER_BYTES = 1 << 20
 _PIECE_BYTES = 4 << 20
-"""Sent at a time: a socket's time limit holds for all of what it is given."""
+"""Size of one send: a socket's timeout applies to the whole buffer that it is given."""
 _INTRODUCTION_LIMIT_S = 5.0
-"""Who has not shown the token after so long is nobody of ours."""
+"""A client that has not sent the token after this long, in seconds, is not one of our workers."""
 SILENCE_LIMIT_S = 30.0
-"""A peer that sends or takes nothing for so long has given up, or is stopped."""
+"""A peer that sends or receives nothing for this long, in seconds, has given up or is stopped."""
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
 class TransferError(RuntimeError):
-    """The state could not be handed over: the other side is gone, silent, or speaks another language."""
+    """The state could not be transferred: the peer is gone, silent, or uses another protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What came with the state."""
+    """The facts that came with the state, and the size of the state in bytes."""
 
     facts: Mapping[str, Any]
     nbytes: int
 
 
 class StateServer:
-    """Serves the state of ``registered`` as it is; nobody may change it until ``wait`` or ``close`` has returned."""
+    """Serves the state of ``registered`` as it is; it must not change until ``wait`` or ``close`` has returned."""
 
     def __init__(self, registered: Registered, facts: Mapping[str, Any], address: str) -> None:
         self._registered, self._facts = registered, facts
@@ -67,7 +67,7 @@ class StateServer:
         self._token = secrets.token_hex(_TOKEN_BYTES // 2)
         self._served = 0
         self._moved_s = time.monotonic()
-        """When a byte was taken last."""
+        """Monotonic time at which the last byte was received by a peer."""
         self._failed = False
         self._guests: list[tuple[threading.Thread, socket.socket]] = []
         self._changed = threading.Condition()
@@ -78,14 +78,15 @@ class StateServer:
 
     @property
     def contact(self) -> list[Any]:
-        """Host, port and token, as JSON."""
+        """Host, port and token, JSON-serializable."""
         host, port = self._socket.getsockname()[:2]
         return [host, port, self._token]
 
     def wait(self, count: int, gone: Callable[[], bool], limit_s: float = 4 * SILENCE_LIMIT_S) -> bool:
-        """Wait until ``count`` workers have the state; False when there is nobody to wait for.
+        """Wait until ``count`` workers have the state; return False if there is no worker left to wait for.
 
-        That is so when ``gone`` says it, when the state cannot be told, and when no byte was taken for ``limit_s``.
+        This is the case when ``gone()`` is true, when the state cannot be sent, or when no byte was received for
+        ``limit_s`` seconds.
         """
         began_s = time.monotonic()
         with self._changed:
@@ -98,12 +99,12 @@ class StateServer:
     def close(self) -> None:
         """Stop serving."""
         self._closed = True
-        with contextlib.suppress(OSError):  # Where that does not wake who accepts, its time limit does.
+        with contextlib.suppress(OSError):  # If this does not wake ``accept``, its timeout does.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
         for thread, connection in self._guests:
-            with contextlib.suppress(OSError):  # It has gone by itself.
+            with contextlib.suppress(OSError):  # It has already disconnected.
                 connection.shutdown(socket.SHUT_RDWR)
             thread.join()
 
@@ -117,14 +118,14 @@ class StateServer:
                 if self._closed:
                     return
                 raise
-            # Each with a thread: whoever connects and says nothing keeps nobody waiting.
+            # One thread per connection: a silent client blocks nobody else.
             self._guests = [guest for guest in self._guests if guest[0].is_alive()]
             thread = threading.Thread(target=self._attend, args=[connection], name="elasticflow-state", daemon=True)
             thread.start()
             self._guests.append((thread, connection))
 
     def _attend(self, connection: socket.socket) -> None:
-        # A receiver that dies asks nobody for anything any more: its generation ends by the plan.
+        # OSError: the receiver died; the plan will end its generation.
         with connection, contextlib.suppress(OSError):
             try:
                 self._hand_over(connection)
@@ -163,7 +164,7 @@ class StateServer:
         if not by_memory:
             self._send_tensors(connection, tensors)
             self._let_read(connection)
-        # It knows now that nothing has changed while it was reading.
+        # Tells the receiver that nothing changed while it was reading.
         connection.sendall(_GRANTED)
         with self._changed:
             self.nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -172,7 +173,7 @@ class StateServer:
     def _send_tensors(self, connection: socket.socket, tensors: Sequence[Tensor]) -> None:
         small = bytearray()
         for tensor in tensors:
-            # A conjugated view's memory holds the numbers that it is a view of.
+            # A conjugated view's memory holds the unconjugated numbers.
             view = bytes_of(whole := tensor.resolve_conj().resolve_neg().cpu().contiguous())
             if len(view) < _SMALL_BYTES:
                 small += view
@@ -184,7 +185,7 @@ class StateServer:
         self._send(connection, memoryview(bytes(small)))
 
     def _let_read(self, connection: socket.socket) -> None:
-        """Wait until the other side has all. Raises ConnectionError when it goes before that."""
+        """Wait until the receiver has everything. Raises ConnectionError if it disconnects before that."""
         while (said := connection.recv(1)) == _READING:
             self._moved_s = time.monotonic()
         if said != _DONE or self._closed:
@@ -197,7 +198,7 @@ class StateServer:
 
 
 def receive(contact: Sequence[Any], registered: Registered) -> Received:
-    """Take over the state that a :class:`StateServer` serves. Raises TransferError; the state is then undefined."""
+    """Receive the state that a :class:`StateServer` serves. Raises TransferError; the state is then undefined."""
     host, port, token = contact
     try:
         with socket.create_connection((str(host), int(port)), timeout=SILENCE_LIMIT_S) as connection:
@@ -230,7 +231,7 @@ def receive(contact: Sequence[Any], registered: Registered) -> Received:
 
 
 def _state_of(registered: Registered) -> dict[str, Any]:
-    # All buffers, also those that a state dict leaves out: who joins has others, or none yet.
+    # All buffers, including those that a state dict omits: a joiner has different ones, or none yet.
     buffers = dict(registered.model.named_buffers())
     return {
         "model": {**dict(registered.model.named_parameters()), **buffers},
@@ -254,9 +255,9 @@ def _take(registered: Registered, state: Mapping[str, Any]) -> None:
 
 
 def _place_of(tensor: Tensor) -> int | None:
-    """Where others may read a tensor as it is; None: it must be sent."""
+    """Return the address at which a peer may read a tensor directly; None if it must be sent."""
     plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    # Beside a GPU a tensor may lie in memory that only the device's driver reads.
+    # With a GPU a tensor may lie in memory that only the device's driver can read.
     if not plain or tensor.nbytes < _SMALL_BYTES or _has_gpu():
         return None
     return tensor.data_ptr()
@@ -267,7 +268,7 @@ def _has_gpu() -> bool:
 
 
 def _target(dtype: torch.dtype, shape: list[int], at_home: Tensor | None) -> Tensor:
-    """Where to write a tensor: into the one at home if that fits, which is what the model and the optimizer use."""
+    """Return the tensor to write into: the local one that model and optimizer use, if it fits; else a new one."""
     fits = at_home is not None and at_home.dtype == dtype and list(at_home.shape) == shape
     direct = fits and at_home is not None and at_home.device.type == "cpu" and at_home.is_contiguous()
     direct = direct and at_home is not None and not (at_home.is_conj() or at_home.is_neg())

@@ -1,4 +1,4 @@
-"""A thread in each worker that reads the membership plan, and says about every second that this worker lives.
+"""A thread in each worker that follows the membership plan and writes a heartbeat about every second.
 
 May import the standard library only.
 """
@@ -20,7 +20,7 @@ _HEARTBEAT_S = 1.0
 
 
 class PlanWatcher:
-    """Calls ``on_plan`` (in its thread) with the plan when it changes. ``phase`` and ``step`` go into the heartbeat."""
+    """Calls ``on_plan`` (in its thread) with each new plan. ``phase`` and ``step`` are written to the heartbeat."""
 
     def __init__(self, folder: Path, worker_id: str, on_plan: Callable[[Membership], None]) -> None:
         self._path, self._folder = membership_path(folder), folder
@@ -33,7 +33,7 @@ class PlanWatcher:
         self._thread = threading.Thread(target=self._run, name="elasticflow-plan", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -43,8 +43,8 @@ class PlanWatcher:
             self._thread.join(2.0)
 
     def look(self) -> None:
-        """Look at once, in the caller's thread: costs one ``stat`` while nothing changes."""
-        # What cannot be read now the thread tells, and tries again: it is no reason to end a step.
+        """Check the plan at once, in the caller's thread; costs one ``stat`` while nothing changes."""
+        # The thread reports read errors and retries; they are no reason to abort a step.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             self._look()
 
@@ -58,7 +58,7 @@ class PlanWatcher:
                     self._beat()
             except FileNotFoundError:
                 pass  # not written yet, or the whole folder is being removed
-            except Exception as error:  # noqa: BLE001  (without this thread nothing would ever change: say it, go on)
+            except Exception as error:  # noqa: BLE001  (without this thread no change would be seen: report and go on)
                 sys.stderr.write(f"elasticflow: the membership plan could not be followed: {error!r}\n")
                 self._stopped.wait(1.0)
             self._stopped.wait(_POLL_S)

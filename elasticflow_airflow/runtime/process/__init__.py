@@ -1,1 +1,1 @@
-"""Processes of the runtime: fork server, warm process, and what ties them to their parents."""
+"""Processes of the runtime: fork server, warm process, and how they are bound to their parents."""

@@ -1,13 +1,13 @@
 """A process that has imported torch and forks torchrun agents on request: one import for all workers of a supervisor.
 
-Run by the supervisor as ``python -m elasticflow_airflow.runtime.process.forkserver FD``, FD being one end of a Unix
-socket pair; or forked by a process of the warm pool (``zygote.py``), which has done the imports for many. Each request
-is one JSON message with the descriptor of the worker's output; each answer one JSON message: ``{"warm"}`` (the pid)
+The supervisor runs it as ``python -m elasticflow_airflow.runtime.process.forkserver FD``, where FD is one end of a Unix
+socket pair; or a process of the warm pool (``zygote.py``), which has done the imports for many, forks it. Each request
+is one JSON message with the descriptor of the worker's output. Each answer is one JSON message: ``{"warm"}`` (the pid)
 when the imports are done, ``{"worker_id", "pid"}`` when a worker's agent was forked, ``{"worker_id", "exit_code"}``
-when it ended. A fork of the pool gets ``{"env", "cwd"}`` first, with the descriptor for what it has to complain about.
+when it ended. A fork of the pool first gets ``{"env", "cwd"}``, with the descriptor for its own output.
 
-It may only import: a process that has run a parallel operation or touched CUDA must not be forked. May import
-torch and the standard library only.
+It may do nothing but import: a process that has run a parallel operation or touched CUDA must not be forked. May
+import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MAX_MESSAGE = 128 * 1024
 MORE = (
     "torch.utils.data",
     "elasticflow_airflow.runtime.session",
-    "torch._dynamo",  # Every optimizer imports it at its first step, for a second.
+    "torch._dynamo",  # Every optimizer imports it at its first step, which takes a second.
 )
-"""Imported only while no agent is asked for. They start no thread and read nothing of the worker's environment."""
+"""Imported only while no agent is requested. They start no threads and do not read the worker's environment."""
 
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -47,15 +47,15 @@ def main(descriptor: int) -> int:
     channel = socket.socket(fileno=descriptor)
     import_everything()
     _import_more_while_idle(channel)
-    # What was imported stays shared between the forks: the collector would touch, and thereby copy, all of it.
+    # Keeps imported objects shared between the forks: the collector would touch, and thereby copy, all of them.
     gc.freeze()
     return _serve(channel)
 
 
 def serve_adopted(channel: socket.socket) -> int:
-    """Serve a supervisor that is not the parent: its end of the channel closes when it dies, whatever killed it.
+    """Serve a supervisor that is not the parent: its end of the channel closes when it dies, for any reason.
 
-    What the workers leave behind becomes a child of this process, not of the supervisor, and is ended here.
+    Processes that the workers leave behind become children of this process, not of the supervisor, and are killed here.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1)
@@ -99,7 +99,7 @@ def _serve(channel: socket.socket) -> int:
 
 
 def import_everything() -> None:
-    """Import what agents and trainers need in any case."""
+    """Import the modules that all agents and trainers need."""
     import torch.distributed.elastic.agent.server.local_elastic_agent
     import torch.distributed.elastic.multiprocessing.errors
     import torch.distributed.run  # noqa: F401
@@ -110,7 +110,7 @@ def import_everything() -> None:
 
 
 def _import_more_while_idle(channel: socket.socket) -> None:
-    """Import what nearly every script will, as long as nobody waits: the generation before may still be saving."""
+    """Import what nearly every script needs, until a request arrives: the previous generation may still be saving."""
     for name in MORE:
         ready, _, _ = select.select([channel.fileno()], [], [], 0)
         if ready:
@@ -126,17 +126,17 @@ def _report_ended(channel: socket.socket, children: dict[int, str]) -> None:
             return
         if not pid:
             return
-        worker_id = children.pop(pid, None)  # None: somebody whom a worker left behind
+        worker_id = children.pop(pid, None)  # None: a process that a worker left behind
         if worker_id is not None:
             _send(channel, {"worker_id": worker_id, "exit_code": os.waitstatus_to_exitcode(status)})
 
 
 def _end_children() -> None:
-    """Kill the agents, and what is orphaned by that, until nobody is left."""
+    """Kill the agents, and the processes orphaned by that, until none are left."""
     end_s = time.monotonic() + _END_LIMIT_S
     while time.monotonic() < end_s:
         for pid in _children():
-            os.kill(pid, signal.SIGKILL)  # our own child, which nobody else waits for: the pid is its own still
+            os.kill(pid, signal.SIGKILL)  # our own child, which only we wait for: the pid is still its own
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -157,7 +157,7 @@ def _children() -> list[int]:
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    # Whoever has hung up shows at the next read, which ends everything.
+    # A peer that has hung up is detected at the next read, which ends everything.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         channel.send(json.dumps(message).encode())
 

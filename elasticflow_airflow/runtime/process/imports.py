@@ -1,4 +1,4 @@
-"""Whether a user's code names the runtime: of its text, so that nothing of it need run. The standard library only."""
+"""Finds imports of the runtime in a user's source code without running it. May import the standard library only."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 RUNTIME = "elasticflow_airflow.runtime"
 _MOST_FILES = 500
-"""Of a script's modules so many are looked through: it must not take long, and each takes about a millisecond."""
+"""Maximum number of a script's modules to inspect: it must not take long, and each takes about a millisecond."""
 
 
 def names_runtime(path: Path) -> bool:
-    """Whether a file imports the runtime, also within a function that is never called."""
+    """Return whether a file imports the runtime, even within a function that is never called."""
     return any(_is_runtime(name) for name in _imports(path))
 
 
 def leads_to_runtime(start: Path, code_dir: Path) -> bool:
-    """Whether a file, or a module below ``code_dir`` that it imports, or that one's modules, imports the runtime."""
+    """Return whether a file, or any module below ``code_dir`` that it imports transitively, imports the runtime."""
     found, ahead = {start}, [start]
     while ahead and len(found) <= _MOST_FILES:
         path = ahead.pop()
@@ -31,7 +31,7 @@ def leads_to_runtime(start: Path, code_dir: Path) -> bool:
 
 
 def file_of_module(module: str, code_dir: Path) -> Path:
-    """The file that ``python -m`` runs, where it is one below ``code_dir``."""
+    """Return the file that ``python -m`` runs if the module is below ``code_dir``."""
     path = code_dir.joinpath(*module.split("."))
     return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
 
@@ -41,7 +41,7 @@ def _is_runtime(name: str) -> bool:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """What a file imports; of ``from . import x`` with its dots. Nothing where it cannot be read as Python."""
+    """Yield the names that a file imports, relative ones with their dots; none if it cannot be parsed as Python."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
@@ -55,7 +55,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def _files(name: str, importer: Path, script_dir: Path, code_dir: Path) -> Iterator[Path]:
-    """The user's files behind a name: a module, or the package and the module or member that it ends with."""
+    """Yield the user's files behind a dotted name, including its packages; the last part may be a module or member."""
     level = len(name) - len(name.lstrip("."))
     if level:
         roots, name = [importer.parents[min(level, len(importer.parents)) - 1]], name[level:]

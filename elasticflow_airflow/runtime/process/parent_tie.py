@@ -1,7 +1,7 @@
-"""What ties a process to its parent: on Linux it dies when the thread that started it ends, whatever killed that.
+"""Binds a process to its parent: on Linux it dies when the thread that started it ends, for any reason.
 
-A supervisor that is killed must leave no torchrun agent behind, and an agent no trainer. The standard library is
-all that this module may import; it runs before torch is there.
+A killed supervisor must leave no torchrun agent behind, and a killed agent no trainer. May import the standard library
+only; it runs before torch is imported.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import signal
 import sys
 
 PARENT_ENV = "ELASTICFLOW_PARENT_PID"
-"""Environment variable: pid of the process that must be the parent; set anew at each link of the chain."""
+"""Environment variable: pid of the process that must be the parent; set again at each link of the chain."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent dies; leave at once if it died before the request took effect."""
+    """Ask the kernel for SIGKILL when the parent dies; exit at once if it died before the request took effect."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; this worker could outlive its supervisor")
@@ -29,6 +29,6 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def pin_to_cores(cores: str) -> None:
-    """Pin this process (and what it starts) to cores given as "0,1"; empty: leave it where it is."""
+    """Pin this process (and its children) to cores given as "0,1"; if empty, do nothing."""
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

@@ -1,7 +1,7 @@
-"""A trainer that can be asked what it is doing: it writes the stacks of its threads into a file when it gets a signal.
+"""Makes a trainer write the stacks of its threads to a file when it receives a signal.
 
-Works while a thread is blocked in a collective or in native code, as the handler is C and needs no lock of Python. Not
-SIGUSR1 or SIGUSR2, which scripts use for themselves. The standard library only.
+Works while a thread is blocked in a collective or in native code, because the handler is C and needs no Python lock.
+Does not use SIGUSR1 or SIGUSR2, which scripts use themselves. May import the standard library only.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from io import FileIO
 from pathlib import Path
 
 SIGNAL = signal.SIGRTMIN + 8
-"""Ends a process that has no handler for it: look before you send it."""
+"""Terminates a process that has no handler for it: check for the handler before sending it."""
 
 _file: FileIO | None = None
 
 
 def register(path: Path) -> None:
-    """Write all stacks to the end of ``path`` at each ``SIGNAL``. Without room on the disk there is no handler."""
+    """Append all stacks to ``path`` at each ``SIGNAL``. Registers no handler if the file cannot be opened."""
     global _file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,4 +28,4 @@ def register(path: Path) -> None:
     except OSError as error:
         sys.stderr.write(f"elasticflow: the stacks of this worker cannot be asked for: {error}\n")
         return
-    _file = file  # The handler has only its descriptor: it must stay open.
+    _file = file  # The handler holds only its descriptor, so the file must stay open.

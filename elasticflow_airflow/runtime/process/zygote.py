@@ -1,12 +1,12 @@
-"""A process of the warm pool: it has imported torch and what else was configured, and forks fork servers on request.
+"""A process of the warm pool: it has imported torch and the configured modules, and forks fork servers on request.
 
-Run by the engine as ``python -m elasticflow_airflow.runtime.process.zygote FD MODULE...``, FD being one end of a Unix
-socket pair; it ends when the engine hangs up. Each request is one message with a descriptor: one end of another socket
-pair, on which the fork becomes a fork server (see ``forkserver.py``) for whoever holds the other end. From then on it
-has nothing to do with this process, and outlives it.
+The engine runs it as ``python -m elasticflow_airflow.runtime.process.zygote FD MODULE...``, where FD is one end of a
+Unix socket pair; it exits when the engine hangs up. Each request is one message with a descriptor: one end of another
+socket pair, on which the fork becomes a fork server (see ``forkserver.py``) for the holder of the other end. From then
+on the fork is independent of this process and outlives it.
 
-It may only import: see there. When packages were installed since the imports it leaves rather than serve old code. May
-import torch and the standard library only.
+It may do nothing but import, as explained there. If packages were installed since the imports, it exits instead of
+serving old code. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def main(descriptor: int, modules: Iterable[str]) -> int:
     for name in (*forkserver.MORE, *modules):
         _try_import(name)
     gc.collect()
-    # What was imported stays shared between the forks: the collector would touch, and thereby copy, all of it.
+    # Keeps imported objects shared between the forks: the collector would touch, and thereby copy, all of them.
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
     logger.info("warm: %d modules, %d threads", len(sys.modules), threads)
     fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) & ~os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody asks how the fork servers end: the kernel may forget them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the fork servers: the kernel may reap them.
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, forkserver.MAX_MESSAGE, 1)
         if not message:
@@ -60,7 +60,7 @@ def main(descriptor: int, modules: Iterable[str]) -> int:
 
 
 def _leave_on_hang_up(control: socket.socket) -> None:
-    """End at once when the engine has gone, in the middle of the imports too: they take long, and serve nobody then."""
+    """Exit at once when the engine is gone, even during the imports, which take long and would be useless then."""
 
     def look(*_: object) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -76,12 +76,12 @@ def _leave_on_hang_up(control: socket.socket) -> None:
 def _try_import(name: str) -> None:
     try:
         importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001  (whatever it is: the job's own import will show it to its user)
+    except Exception as error:  # noqa: BLE001  (any error: the job's own import will show it to its user)
         logger.warning("%s cannot be imported ahead: %s", name, "".join(traceback.format_exception_only(error)).strip())
 
 
 def _packages() -> dict[str, int]:
-    """When something was last installed in or removed from each folder of packages."""
+    """Return when a package was last installed in or removed from each package folder, by path."""
     folders = [path for path in sys.path if os.path.basename(path).endswith("-packages") and os.path.isdir(path)]
     return {path: os.stat(path).st_mtime_ns for path in folders}
 

@@ -1,6 +1,6 @@
-"""Fetching samples of a map-style dataset: in the training process, or ahead of time in processes that persist.
+"""Fetching samples of a map-style dataset: in the training process, or ahead of time in persistent processes.
 
-What a ticket stands for is the same wherever and whenever it is fetched: indices, order and seed are the ticket's.
+The content of a ticket does not depend on where or when it is fetched: it determines indices, order and seed.
 May import torch and the standard library only.
 """
 
@@ -28,7 +28,7 @@ class TicketDataset(Dataset[Any]):
         self.dataset, self._collate = dataset, collate_fn
 
     def __getitem__(self, ticket: Ticket) -> Any:
-        """Fetch; the random state of the caller is another one after."""
+        """Fetch a ticket; this changes the caller's random state."""
         seed_host(ticket.seed)
         if hasattr(self.dataset, "__getitems__"):
             return self._collate(self.dataset.__getitems__(list(ticket.indices)))
@@ -36,27 +36,27 @@ class TicketDataset(Dataset[Any]):
 
 
 class DirectFetcher:
-    """Fetches in this process, when asked."""
+    """Fetches in this process, on demand."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Collate) -> None:
         self.tickets = TicketDataset(dataset, collate_fn)
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
-        """Nothing is fetched ahead."""
+        """Do nothing: this fetcher does not fetch ahead."""
 
     def get(self, tickets: Sequence[Ticket]) -> list[Any]:
-        """Fetch them now; the random state of the caller stays as it was."""
+        """Fetch the tickets now; the caller's random state is preserved."""
         if not tickets:
             return []
         with random_state_kept():
             return [self.tickets[ticket] for ticket in tickets]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this fetcher holds no resources."""
 
 
 class _Guarded(Dataset[Any]):
-    """What the processes read: an error is an answer, too, for whoever asks for that very ticket."""
+    """The dataset of the loader's processes: returns errors as results, to be raised when the ticket is requested."""
 
     def __init__(self, tickets: TicketDataset) -> None:
         self._tickets = tickets
@@ -64,22 +64,22 @@ class _Guarded(Dataset[Any]):
     def __getitem__(self, ticket: Ticket) -> Any:
         try:
             return self._tickets[ticket]
-        except Exception:  # noqa: BLE001  (raised where the ticket is asked for)
+        except Exception:  # noqa: BLE001  (raised where the ticket is requested)
             error = ExceptionWrapper(where="in a process of the loader")  # type: ignore[no-untyped-call]  # torch's own
             return _Failure(error)
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """In place of a ticket's content."""
+    """An error in place of a ticket's content."""
 
     error: ExceptionWrapper
 
 
 class _Queue:
-    """Batch sampler of the processes: one ticket after the other, as they are expected now.
+    """Batch sampler of the processes: yields the currently expected tickets one by one.
 
-    When there is none it stops, but not for good: more may be expected later.
+    It stops when there are none, but can continue later with newly expected ones.
     """
 
     def __init__(self) -> None:
@@ -101,9 +101,9 @@ class _Queue:
 class WorkerFetcher:
     """Fetches ahead in processes that persist over epochs and rescales. ``options`` are those of DataLoader.
 
-    What they have fetched, or are fetching, when ownership changes and is still expected then is kept, by its ticket.
-    They cannot be told to stop what nobody expects any more: it comes before what was asked for later, and whoever gets
-    that waits for it. This happens in the next steps, as time for data; a change's own pause has nothing of it.
+    When ownership changes, tickets already fetched or in progress are kept if they are still expected. Fetching of
+    unexpected tickets cannot be cancelled: their results arrive before those requested later, which have to wait. This
+    waiting counts as time for data in the next steps, not as part of the pause of the change.
     """
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Collate, options: Mapping[str, Any]) -> None:
@@ -113,20 +113,20 @@ class WorkerFetcher:
             _Guarded(self._direct.tickets),
             batch_sampler=self._queue,
             collate_fn=_the_only,
-            # It draws a seed for its processes, which nothing here uses: not from the training's generator.
+            # DataLoader draws a seed for its processes, unused here: do not take it from the training's generator.
             generator=torch.Generator(),
             **{"persistent_workers": True, **options},
         )
         self._coming: Iterator[Any] | None = None
         self._held: dict[Ticket, Any] = {}
-        """What has come before its turn: at most what had been fetched ahead at the last change."""
+        """Results that arrived before their turn: at most those fetched ahead at the last change."""
         self._kept: set[Ticket] = set()
-        """What had been fetched ahead, or was under way, at the last change and was expected still."""
+        """Tickets that were fetched ahead, or in progress, at the last change and were still expected."""
         self._before_change = 0
-        """How many of those that were sent were so before the last change: they come first."""
+        """How many of the sent tickets were sent before the last change; their results arrive first."""
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
-        """Fetch these from now on, in order; what was fetched ahead already is not fetched again."""
+        """Fetch these tickets from now on, in order; those already fetched ahead are not fetched again."""
         known, upcoming = {*self._held, *self._queue.sent}, iter(tickets)
         if known:
             soon = list(_up_to(max(map(_place, known)), upcoming))
@@ -135,13 +135,13 @@ class WorkerFetcher:
         else:
             self._kept = set()
         if self._kept.isdisjoint(self._queue.sent):
-            self._queue.sent.clear()  # all of it is dropped, and the processes' queues are filled anew
+            self._queue.sent.clear()  # all of them are dropped, and the processes' queues are refilled
         self._before_change = len(self._queue.sent)
         self._held = {ticket: content for ticket, content in self._held.items() if ticket in self._kept}
         self._queue.upcoming, self._queue.dry = upcoming, False
 
     def get(self, tickets: Sequence[Ticket]) -> list[Any]:
-        """Take them from what was fetched ahead, or is under way in the processes; else fetch them here."""
+        """Return tickets fetched ahead or in progress in the processes; fetch others in this process."""
         return [self._get(ticket) for ticket in tickets]
 
     def _get(self, ticket: Ticket) -> Any:
@@ -149,7 +149,7 @@ class WorkerFetcher:
             return self._direct.get([ticket])[0]
         sent = self._queue.sent
         if ticket not in self._held and not sent and not self._queue.dry:
-            # Fills the processes' queues; what they still have under way is waited for and dropped.
+            # This fills the processes' queues; results still in progress are awaited and dropped.
             self._coming = iter(self._loader)
         while ticket not in self._held and (ticket in sent or self._before_change):
             self._take(ticket)
@@ -158,8 +158,8 @@ class WorkerFetcher:
         return _opened(self._held.pop(ticket))
 
     def _take(self, wanted: Ticket) -> None:
-        """Wait for what the processes answer next, which makes them begin with another; hold what is of use."""
-        assert self._coming is not None  # something is under way
+        """Wait for the next result, which makes the processes start another ticket; hold it if it is needed."""
+        assert self._coming is not None  # a ticket is in progress
         content = next(self._coming)
         arrived = self._queue.sent.popleft()  # they answer in order
         self._before_change = max(0, self._before_change - 1)
@@ -173,7 +173,7 @@ class WorkerFetcher:
 
 
 def make_fetcher(dataset: Dataset[Any], collate_fn: Collate, options: Mapping[str, Any]) -> Fetcher:
-    """A fetcher for the options of a DataLoader: with processes when ``num_workers`` asks for some."""
+    """Create a fetcher for the options of a DataLoader, with processes if ``num_workers`` is above 0."""
     if options.get("num_workers"):
         return WorkerFetcher(dataset, collate_fn, options)
     return DirectFetcher(dataset, collate_fn)
@@ -184,7 +184,7 @@ def _place(ticket: Ticket) -> tuple[int, int]:
 
 
 def _up_to(last: tuple[int, int], tickets: Iterator[Ticket]) -> Iterator[Ticket]:
-    """Take tickets, up to the first one that comes after a step."""
+    """Yield tickets up to and including the first one after step ``last``."""
     for ticket in tickets:
         yield ticket
         if _place(ticket) > last:

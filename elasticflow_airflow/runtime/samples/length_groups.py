@@ -1,4 +1,4 @@
-"""Batches of samples of similar length, which need little padding: an order of lengths, seed and epoch alone.
+"""Batches of samples of similar length, which need little padding; they depend on lengths, seed and epoch only.
 
 May import torch and the standard library only.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 from elasticflow_airflow.runtime.checkpoints.tensor_bytes import add_tensor
 
 _MOST_BATCHES_SORTED = 50
-"""So many batches are sorted by length together: with more, batches would hardly be random any more."""
+"""Most batches that are sorted by length together: with more, batches would hardly be random."""
 _FEWEST_GROUPS = 4
 _DIGEST_BYTES = 6
-"""A float64, as which workers tell it each other, holds more."""
+"""Size of the digest; workers exchange it as a float64, which is exact for more bits."""
 
 OTHER_LENGTHS = (
     "the workers were given different lengths=, and would make different batches of the dataset: compute them of the "
@@ -29,17 +29,17 @@ OTHER_LENGTHS = (
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SampleLengths:
-    """How long each sample of a dataset is. ``values``: (samples,) of int64, on the CPU."""
+    """Length of each sample of a dataset. ``values`` has shape (samples,) and type int64, on the CPU."""
 
     values: Tensor
     digest: int
-    """A number that other lengths do not have, for all practical purposes."""
+    """Digest that is practically unique to these lengths."""
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Tensor, samples: int) -> SampleLengths:
-        """Take what a script gives, for so many samples.
+        """Convert a script's ``lengths`` for a dataset of ``samples`` samples.
 
-        Raises TypeError for what are no whole numbers, ValueError for a wrong count and for negative ones.
+        Raises TypeError if they are not integers, ValueError for a wrong number of them or negative ones.
         """
         found: Any = lengths if isinstance(lengths, Tensor) or hasattr(lengths, "__array__") else list(lengths)
         try:
@@ -62,11 +62,11 @@ class SampleLengths:
 
 
 def length_grouped_order(lengths: Tensor, global_batch_size: int, generator: torch.Generator) -> list[int]:
-    """An order of all samples in which those of each global batch are of similar length, the longest first.
+    """Return an order of all samples in which each global batch has samples of similar length, the longest first.
 
-    As Hugging Face's ``group_by_length`` does: samples are shuffled, and sorted within groups of many batches. Here the
-    batches are then shuffled, too, but for the one with the longest sample, which comes first: memory that does not
-    suffice shows in the first step. What makes no full batch stays at the end, chosen at random.
+    As in Hugging Face's ``group_by_length``, samples are shuffled, and sorted within groups of many batches. Here the
+    batches are then shuffled, too, except that the one with the longest sample comes first, so that insufficient memory
+    shows in the first step. Randomly chosen samples that do not fill a batch stay at the end.
     """
     shuffled = torch.randperm(len(lengths), generator=generator)
     count = len(lengths) // global_batch_size

@@ -1,8 +1,8 @@
-"""Which samples make which step: a pure function of (seed, epoch, step), independent of who computes it.
+"""The samples of each step: a pure function of (seed, epoch, step), independent of which worker computes it.
 
-Every sample of an epoch is used exactly once, whatever the number of workers and however often it changes: the
-global batch of a step is fixed, and the workers of the moment share it. The last batch of an epoch is short, or left
-out where that is asked for; nothing is padded or repeated. May import torch and the standard library only.
+Every sample of an epoch is used exactly once, whatever the number of workers and however often it changes: the global
+batch of a step is fixed, and the current workers divide it. The last batch of an epoch is short, or dropped on request;
+nothing is padded or repeated. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from elasticflow_airflow.runtime.samples.length_groups import SampleLengths, len
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """How a dataset of ``samples`` is cut into steps of ``global_batch_size``.
+    """How a dataset of ``samples`` is divided into steps of ``global_batch_size``.
 
-    ``drop_last``: what is left at the end of an epoch, and would be a short batch, is not trained on in that epoch.
-    ``lengths``: samples of similar length come together.
+    With ``drop_last`` the samples of the short last batch are not used in that epoch. With ``lengths`` samples of
+    similar length come into the same batch.
     """
 
     samples: int
@@ -56,12 +56,12 @@ class BatchPlan:
 
     @property
     def smallest_batch(self) -> int:
-        """Samples of an epoch's last batch; the others have ``global_batch_size``."""
+        """Number of samples in an epoch's last batch; the others have ``global_batch_size``."""
         return min(self.global_batch_size, self.samples - (self.steps_per_epoch - 1) * self.global_batch_size)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON; of the lengths a digest."""
+        """The plan as stored in checkpoints, in JSON types; of the lengths only a digest."""
         return {
             "samples": self.samples,
             "global_batch_size": self.global_batch_size,
@@ -72,7 +72,7 @@ class BatchPlan:
         }
 
     def changes_since(self, metadata: Mapping[str, Any]) -> str:
-        """Say how this plan differs from that in a checkpoint's metadata; empty: steps mean the same samples."""
+        """Describe how this plan differs from a checkpoint's metadata; empty if steps have the same samples."""
         before = {**_UNSAID, **metadata} if metadata else {}
         return ", ".join(
             f"{name} was {before[name]}, is {value}"
@@ -81,7 +81,7 @@ class BatchPlan:
         )
 
     def order(self, epoch: int) -> Sequence[int]:
-        """Order of the samples in an epoch: a permutation that depends on seed, epoch and lengths alone."""
+        """Return the order of samples in an epoch, a permutation that depends only on seed, epoch and lengths."""
         if not self.shuffle:
             return range(self.samples)
         generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
@@ -91,24 +91,24 @@ class BatchPlan:
         return order
 
     def global_batch(self, order: Sequence[int], step_in_epoch: int) -> Sequence[int]:
-        """Samples of one step, over all workers."""
+        """Return the samples of one step, over all workers."""
         start = step_in_epoch * self.global_batch_size
         return order[start : start + self.global_batch_size]
 
 
 _UNSAID: Mapping[str, Any] = {"drop_last": False, "lengths": None}
-"""What a checkpoint means that was written before it said this."""
+"""Values for metadata that older checkpoints do not contain."""
 
 
 def steps_per_epoch(samples: int, global_batch_size: int, *, drop_last: bool) -> int:
-    """Steps in one epoch; without ``drop_last`` the last may be short."""
+    """Return the number of steps in one epoch; without ``drop_last`` the last may be short."""
     return samples // global_batch_size if drop_last else -(-samples // global_batch_size)
 
 
 def share(batch: Sequence[int], rank: int, world_size: int, fewest: int = 1) -> Sequence[int]:
-    """Give a worker its contiguous part of a global batch; parts differ by one sample at most and may be empty.
+    """Return a worker's contiguous part of a global batch; parts differ by one sample at most and may be empty.
 
-    ``fewest``: so many samples a part has at least, if it has any and the batch has so many; then more are empty.
+    A nonempty part has at least ``fewest`` samples, if the batch has that many; more parts are then empty.
     """
     parts = min(world_size, max(1, len(batch) // fewest)) if fewest > 1 else world_size
     part, after = rank * parts // world_size, (rank + 1) * parts // world_size
@@ -117,10 +117,10 @@ def share(batch: Sequence[int], rank: int, world_size: int, fewest: int = 1) -> 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One logical worker's share of one step: the unit of fetching. What it stands for is a pure function of it.
+    """One logical worker's share of one step: the unit of fetching. It completely determines the content to fetch.
 
     ``indices`` are its samples, in order. ``seed`` is set before the fetch, so that random augmentation does not depend
-    on who fetches, or when.
+    on which process fetches it, or when.
     """
 
     epoch: int
@@ -132,7 +132,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A ticket and what was fetched for it: what the collate function made, None where there are no samples."""
+    """A ticket and its fetched content: the collate function's result, or None if there are no samples."""
 
     ticket: Ticket
     content: Any
@@ -145,7 +145,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A worker's part of one global batch: the shares of its logical workers, in their order."""
+    """A worker's part of one global batch: the shares of its logical workers, in order."""
 
     shares: tuple[Share, ...]
     global_samples: int
@@ -159,20 +159,20 @@ class Batch:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """This worker's samples in the dataset."""
+        """Dataset indices of this worker's samples."""
         return tuple(index for share in self.shares for index in share.ticket.indices)
 
     @property
     def content(self) -> Any:
-        """What was fetched, where this worker has a single share; a list of that otherwise."""
+        """The fetched content if this worker has a single share, else a list with the content of each."""
         return self.shares[0].content if len(self.shares) == 1 else [share.content for share in self.shares]
 
 
 class Fetcher(Protocol):
-    """Gets what tickets stand for, ahead of time where it can."""
+    """Fetches the content of tickets, ahead of time if possible."""
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
-        """Say what will be asked for from now on, in order. What was expected before is dropped."""
+        """Announce the tickets that will be requested from now on, in order. This replaces earlier announcements."""
         ...
 
     def get(self, tickets: Sequence[Ticket]) -> list[Any]:
@@ -180,13 +180,13 @@ class Fetcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of processes and held batches."""
+        """Release processes and held batches."""
         ...
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw random numbers (torch on the CPU, Python, numpy where it is imported) from a seed, and undo that after."""
+    """Seed torch on the CPU, Python, and numpy if it is imported; restore their random state afterwards."""
     with random_state_kept():
         seed_host(seed)
         yield
@@ -194,7 +194,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Leave the generators of torch on the CPU, Python, and numpy where it is imported, as they were before."""
+    """Restore the random state of torch on the CPU, Python, and numpy if it is imported, afterwards."""
     numpy = sys.modules.get("numpy")
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
     try:
@@ -207,7 +207,7 @@ def random_state_kept() -> Iterator[None]:
 
 
 def seed_host(seed: int) -> None:
-    """Seed torch on the CPU, Python, and numpy where it is imported."""
+    """Seed torch on the CPU, Python, and numpy if it is imported."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -220,17 +220,17 @@ _OWN_OPTIONS = frozenset({"batch_size", "sampler", "batch_sampler", "in_order", 
 
 
 _MOST_IDLE_PASSES = 10_000
-"""A script whose own loop has more epochs than were submitted goes on through the loader in vain, for a while."""
+"""Tolerated empty passes of a script whose own loop has more epochs than were submitted."""
 
 
 class ElasticLoader:
     """Iterates over this worker's part of each remaining batch of the current epoch.
 
-    ``position`` tells where the session stands: (epoch, step in the epoch), asked at the beginning of each pass;
-    ``owned``, which logical workers are this worker's, is asked before each batch, and so is ``finished``: a rescale
-    in the middle of an epoch changes the next batch, and reads nothing twice: the order is computed, not replayed.
-    ``fewest`` is how many samples a share needs (2 where single ones cannot be trained on), as far as a batch has them.
-    Length: steps in one epoch.
+    ``position`` returns the session's (epoch, step in the epoch); it is called at the beginning of each pass. ``owned``
+    returns this worker's logical workers; it is called before each batch, and so is ``finished``. A rescale in the
+    middle of an epoch therefore changes the next batch; no sample is read twice, since the order is computed, not
+    replayed. ``fewest`` returns the least number of samples of a share (2 if single ones cannot be trained on), if the
+    batch has that many. The length is the number of steps in one epoch.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class ElasticLoader:
             step += 1
 
     def _refuse_spinning(self) -> None:
-        """Raise RuntimeError where the script goes on and on through a loader that has no batches any more."""
+        """Raise RuntimeError if the script keeps iterating over a loader that has no more batches."""
         self._idle_passes = self._idle_passes + 1 if self._finished() else 0
         if self._idle_passes > _MOST_IDLE_PASSES:
             raise RuntimeError(
@@ -283,12 +283,12 @@ class ElasticLoader:
             )
 
     def jump(self) -> None:
-        """The session stands elsewhere than this loader's passes brought it: go on from its position."""
+        """Continue from the session's position, which no longer follows from this loader's passes."""
         self._jumped = True
         self._expected = None
 
     def batch(self, epoch: int, step_in_epoch: int) -> Batch:
-        """Fetch this worker's part of any step's batch, as ownership is now."""
+        """Fetch this worker's part of any step's batch, under the current ownership."""
         owned, logical_workers = self._owned(), self._logical_workers()
         if self._expected != (epoch, step_in_epoch, owned, logical_workers):
             self._fetcher.expect(self._upcoming(epoch, step_in_epoch, owned))
@@ -300,7 +300,7 @@ class ElasticLoader:
         return Batch(shares=shares, global_samples=size, epoch=epoch, step_in_epoch=step_in_epoch)
 
     def _upcoming(self, epoch: int, step_in_epoch: int, owned: range) -> Iterator[Ticket]:
-        """All tickets from a step to the end of its epoch, as long as nothing changes."""
+        """Yield all tickets from a step to the end of its epoch, under the current ownership."""
         for step in range(step_in_epoch, self.plan.steps_per_epoch):
             yield from (ticket for ticket in self._tickets(epoch, step, owned) if ticket.indices)
 
@@ -321,7 +321,7 @@ class ElasticLoader:
         ]
 
     def close(self) -> None:
-        """Let go of what fetches ahead."""
+        """Close the fetcher."""
         self._fetcher.close()
 
 
@@ -337,11 +337,11 @@ def refuse_own_options(options: Mapping[str, Any]) -> None:
 
 
 def split_content(content: Any, start: int, end: int, samples: int) -> Any:
-    """Take samples ``start`` to ``end`` of a collated batch of ``samples``.
+    """Return samples ``start`` to ``end`` of a collated batch of ``samples`` samples.
 
-    Tensors are cut along their first dimension; dicts, tuples and lists of those field by field; a list of samples is
-    sliced; numbers and the like inside a dict belong to every sample. Raises TypeError for anything else, and for parts
-    that do not have ``samples`` samples.
+    Tensors are sliced along their first dimension; dicts, tuples and lists of tensors are sliced field by field; a list
+    of samples is sliced; scalars and strings inside a dict belong to every sample. Raises TypeError for anything else,
+    and for parts that do not have ``samples`` samples.
     """
     if isinstance(content, torch.Tensor):
         if content.ndim and content.shape[0] == samples:
@@ -378,7 +378,7 @@ def to_device(content: Any, device: torch.device) -> Any:
 
 
 def _like(content: Any, parts: Any) -> Any:
-    """Put parts into a container of the same type (BatchEncoding, named tuples), or the nearest plain one."""
+    """Put parts into a container of the same type (BatchEncoding, named tuples), or the closest plain type."""
     if hasattr(content, "_fields"):
         return type(content)(*parts)
     try:
@@ -388,12 +388,12 @@ def _like(content: Any, parts: Any) -> Any:
 
 
 def _is_common(value: Any) -> bool:
-    """Whether a value inside a dict is no list of samples, but the same for all of them."""
+    """Return whether a value inside a dict is shared by all samples rather than a list of them."""
     return value is None or isinstance(value, int | float | str) or (isinstance(value, torch.Tensor) and not value.ndim)
 
 
 def _is_fields(content: Sequence[Any], samples: int) -> bool:
-    """Whether a sequence holds fields that hold samples, not samples: ``[inputs, labels]``, not ``["a", "b"]``."""
+    """Return whether a sequence holds fields, as in ``[inputs, labels]``, and not samples, as in ``["a", "b"]``."""
     return any(_has_tensor(value) for value in content) and all(
         isinstance(value, torch.Tensor | Mapping | tuple | list) and _fits(value, samples) for value in content
     )
@@ -408,7 +408,7 @@ def _has_tensor(content: Any) -> bool:
 
 
 def _fits(content: Any, samples: int) -> bool:
-    """Whether a part of a batch has that many samples."""
+    """Return whether a part of a batch has that many samples."""
     if isinstance(content, torch.Tensor):
         return content.ndim > 0 and content.shape[0] == samples
     if isinstance(content, Mapping):
@@ -419,7 +419,7 @@ def _fits(content: Any, samples: int) -> bool:
 
 
 def mix_seed(*parts: int) -> int:
-    """Mix whole numbers into one 63-bit seed (SplitMix64's finalizer over the parts)."""
+    """Mix integers into one 63-bit seed (SplitMix64's finalizer over the parts)."""
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = (state ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF

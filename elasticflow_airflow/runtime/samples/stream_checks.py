@@ -1,8 +1,7 @@
-"""Which training sets can be dealt out exactly, found out before training: map-style, or a stream that resumes.
+"""Checks before training that a training set can be distributed exactly: map-style, or a stream that can resume.
 
-What a stream promises is tried: its second sample must come again after its state was saved and loaded. Knows the names
-that Hugging Face's ``datasets`` gives to what is not exact, and imports nothing of it. May import torch and the
-standard library only.
+A stream is tested: its second sample must be repeated after its state is saved and loaded. This module knows the names
+of inexact parts of Hugging Face's ``datasets``, but does not import it. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ OTHER_ORDERS = (
     "an order (sorted())"
 )
 _LONGEST_SEED = 1 << 64
-"""numpy draws 128 bits where no seed is given."""
+"""Bound on a seed chosen by the user: without one numpy draws 128 bits."""
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a training set can only be read from front to back."""
+    """Return whether a training set can only be read sequentially. Raises TypeError for a mapping of datasets."""
     if isinstance(dataset, Mapping):
         raise TypeError(
             f"session.dataloader() got a {type(dataset).__name__} of {', '.join(map(str, list(dataset)[:3]))}: give it "
@@ -44,7 +43,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def refuse_stream_options(transform: Any, samples: int | None) -> None:
-    """Raise ValueError for what only a stream needs, given with a map-style dataset."""
+    """Raise ValueError for options of streams that are given with a map-style dataset."""
     if transform is not None:
         raise ValueError("transform= is for a stream: a map-style dataset does that in its __getitem__")
     if samples is not None:
@@ -60,11 +59,12 @@ def stream_reader(
     shuffle: bool | None,
     num_workers: int,
 ) -> tuple[StreamReader, int]:
-    """Check a stream, read its first samples twice; return what reads it, and a fingerprint of the first two samples.
+    """Check a stream, and return its reader and a fingerprint of its first two samples.
 
-    Workers whose fingerprints differ read another order, as a shuffle without a seed does.
+    The second sample is read twice for the check. Workers with different fingerprints read the stream in different
+    orders, for example because of a shuffle without a seed.
 
-    Raises TypeError and ValueError, saying what to do instead, where an epoch could not be dealt out exactly once.
+    Raises TypeError or ValueError, with advice, if an epoch could not be distributed exactly once.
     """
     name = type(stream).__name__
     missing = [f"{method}()" for method in ("__iter__", "state_dict", "load_state_dict") if not _has(stream, method)]
@@ -106,7 +106,7 @@ def _has(stream: Any, method: str) -> bool:
 
 
 def _refuse_inexact(stream: Any) -> None:
-    """Raise ValueError for what ``datasets`` can do and a state does not hold."""
+    """Raise ValueError for features of ``datasets`` whose state is not saved exactly."""
     for part in _parts(stream):
         size = getattr(part, "buffer_size", None)
         if type(part).__name__.startswith("BufferShuffled") and isinstance(size, int) and size > 1:
@@ -131,7 +131,7 @@ def _refuse_inexact(stream: Any) -> None:
 
 
 def _rewind(stream: Any) -> None:
-    """Let a Hugging Face stream that somebody has looked into begin at its beginning: its state is where it stood."""
+    """Reset a Hugging Face stream to its beginning: its state is where it was last read."""
     prepare = getattr(stream, "_prepare_ex_iterable_for_iteration", None)
     if prepare is not None:
         stream.load_state_dict(None)
@@ -139,7 +139,7 @@ def _rewind(stream: Any) -> None:
 
 
 def _parts(stream: Any) -> Iterator[Any]:
-    """A stream and what it reads from, each once."""
+    """Yield a stream and all its sources, each once."""
     todo, seen = [stream], set[int]()
     while todo:
         part = todo.pop()
@@ -153,7 +153,7 @@ def _parts(stream: Any) -> Iterator[Any]:
 
 
 def _try(reader: StreamReader, name: str) -> int:
-    """Read the first two samples, and the second one again from the state between them; return their fingerprint."""
+    """Read the first two samples and, from the state between them, the second again; return their fingerprint."""
     stream = reader.stream
     with seeded(1):
         coming = reader.open(0, None)
@@ -187,7 +187,7 @@ def _second(read: Callable[[], Any]) -> Any:
 
 
 def fingerprint(value: Any) -> int:
-    """Return a number of 52 bits for a sample, the same in every process; what has no value to compare is left out."""
+    """Return a 52-bit digest of a sample, the same in every process; parts without a comparable value are ignored."""
     digest = hashlib.blake2b(digest_size=8)
 
     def add(part: Any) -> None:
@@ -203,7 +203,7 @@ def fingerprint(value: Any) -> int:
                 add(one)
         elif hasattr(part, "tobytes") and not getattr(getattr(part, "dtype", None), "hasobject", False):
             digest.update(part.tobytes())
-        elif hasattr(part, "tolist"):  # Its bytes are addresses.
+        elif hasattr(part, "tolist"):  # An array of objects, whose bytes are addresses.
             add(part.tolist())
         elif isinstance(part, str | bytes | int | float | complex):
             digest.update(repr(part).encode())
@@ -213,7 +213,7 @@ def fingerprint(value: Any) -> int:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two samples are the same, as far as that can be told: what has no value to compare counts as the same."""
+    """Return whether two samples are equal; parts without a comparable value count as equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -224,7 +224,7 @@ def alike(one: Any, other: Any) -> bool:
         return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(alike, one, other))
-    if hasattr(one, "tobytes"):  # arrays of numpy, images
+    if hasattr(one, "tobytes"):  # numpy arrays, images
         return bool(one.tobytes() == other.tobytes())
     if isinstance(one, str | bytes | int | float | complex):
         return one == other or (one != one and other != other)  # or both NaN

@@ -1,12 +1,12 @@
-"""Training sets that are read from front to back, say where they stand, and go on from there: resumable iterables.
+"""Resumable streams: training sets that are read sequentially, and can save and restore their position.
 
-Every worker walks the same stream in the same order and keeps the samples of its logical workers; ``transform``, and
-what puts a batch together, is done to those only. So what is multiplied by the number of workers is reading, and where
-the stream stands is the same everywhere. Its state at each step's boundary is kept: a step that is shared anew, a
-checkpoint and a worker that joins go on from there without reading what was before.
+Every worker reads the same stream in the same order and keeps the samples of its logical workers; ``transform`` and the
+collate function are applied to those only. Only the reading is thus repeated by every worker, and the stream's position
+is the same on all of them. The stream's state at each step boundary is kept: a step that is divided again, a checkpoint
+and a joining worker continue from there without reading earlier samples.
 
-It is read in the training process, or ahead of time in one process of its own; never in a thread, whose random numbers
-would be the training's. May import torch and the standard library only.
+A stream is read in the training process, or ahead of time in a single separate process. It is never read in a thread,
+which would share the training's random state. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from elasticflow_airflow.runtime.samples.fetching import Collate
 from elasticflow_airflow.runtime.samples.sample_order import BatchPlan, Ticket, mix_seed, seeded
 
 PART = "elasticflow_stream"
-"""Under this name a stream's position is in a checkpoint, beside what the script registered."""
+"""Name of a stream's position in a checkpoint, next to the parts that the script registered."""
 _STATES_KEPT = 6
 _END = object()
 
 
 class Stream(Protocol):
-    """What a stream must have. ``set_epoch(epoch)`` is called where there is one, before each epoch."""
+    """The interface of a stream. If it has ``set_epoch(epoch)``, that is called before each epoch."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Read on from the state that was loaded last."""
+        """Continue from the state that was loaded last."""
         ...
 
     def state_dict(self) -> Any:
-        """Where the newest iterator stands: after the sample that it yielded last."""
+        """Return the position of the newest iterator: after the sample that it yielded last."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Let the next iterator begin there."""
+        """Make the next iterator begin at this state."""
         ...
 
 
 class StreamEndError(ValueError):
-    """A stream has fewer samples in an epoch than was declared, or more."""
+    """A stream has fewer or more samples in an epoch than declared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where to begin to read: ``offset`` samples into the epoch, in this state of the stream; None: its beginning.
+    """Where to begin reading: ``offset`` samples into the epoch, at ``state`` of the stream; None: the beginning.
 
-    ``stands_in``: read from the epoch's beginning, and take that for what is at the offset. For rehearsals.
+    With ``stands_in`` samples from the epoch's beginning stand in for those at the offset, during warm-up.
     """
 
     offset: int
@@ -66,7 +66,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One step to be read: samples ``first`` to ``last`` of the epoch, for the tickets of this worker."""
+    """A request to read one step: samples ``first`` to ``last`` of the epoch, for the tickets of this worker."""
 
     epoch: int
     first: int
@@ -74,12 +74,12 @@ class Order:
     tickets: tuple[Ticket, ...]
     seed: int
     start: Start | None
-    """None: where the order before ended."""
+    """Where to begin; None continues from the end of the previous order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamReader:
-    """What is read of a stream, and how. ``samples``: of one epoch. ``initial``: the state each epoch begins in."""
+    """Reads a stream with ``samples`` samples per epoch; ``initial`` is the state at the beginning of each epoch."""
 
     stream: Stream
     samples: int
@@ -88,7 +88,7 @@ class StreamReader:
     transform: Callable[[Any], Any] | None
 
     def open(self, epoch: int, state: Any) -> Iterator[Any]:
-        """Begin to read in a state; None: at the beginning of the epoch."""
+        """Begin reading at a state, or at the beginning of the epoch if it is None."""
         set_epoch = getattr(self.stream, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
@@ -96,13 +96,13 @@ class StreamReader:
         return iter(self.stream)
 
     def collated(self, ticket: Ticket, samples: list[Any]) -> Any:
-        """Make of a ticket's raw samples what a step gets, under the ticket's seed."""
+        """Transform and collate a ticket's raw samples, under the ticket's seed."""
         with seeded(ticket.seed):
             return self.collate(samples if self.transform is None else [self.transform(one) for one in samples])
 
 
 class Walk:
-    """A reader that goes on where it stands, step after step. Lives where the stream is read."""
+    """Reads a stream step after step from its current position, in the process that reads the stream."""
 
     def __init__(self, reader: StreamReader) -> None:
         self._reader = reader
@@ -111,9 +111,9 @@ class Walk:
         self._stands_in = False
 
     def read(self, order: Order) -> tuple[int, int, dict[int, Any], Any]:
-        """Read one step. Returns epoch, ``first``, what is collated for each logical worker, and the state after it.
+        """Read one step; return epoch, ``first``, each logical worker's collated content, and the state after the step.
 
-        Raises StreamEndError when the stream ends before its declared length, or goes on after it.
+        Raises StreamEndError if the stream ends before its declared length, or continues after it.
         """
         reader = self._reader
         if order.start is not None:
@@ -139,13 +139,16 @@ class Walk:
                     "many it has, or let it end there (Hugging Face datasets: .take(n))"
                 )
         contents = {ticket.logical: reader.collated(ticket, kept[ticket.logical]) for ticket in order.tickets}
-        # A copy: the stream may go on to change what it returned.
+        # Copy the state, since the stream may modify the object that it returned.
         state = None if order.last == reader.samples else copy.deepcopy(reader.stream.state_dict())
         self._at = order.epoch, order.last
         return order.epoch, order.first, contents, state
 
     def _begin(self, epoch: int, state: Any) -> Iterator[Any]:
-        """Say what it means when a stream does not take a state back; many only look at it when they are read."""
+        """Begin reading; raise RuntimeError with an explanation if the stream rejects its saved state.
+
+        The first sample is read here, because many streams use the state only then.
+        """
         try:
             coming = self._reader.open(epoch, state)
             first = next(coming, _END)
@@ -168,10 +171,10 @@ class Walk:
 
 
 class StreamBook:
-    """The states of the stream at the last boundaries, by epoch and samples read: what a checkpoint needs of it.
+    """The states of the stream at the last step boundaries, by epoch and number of samples read, for checkpoints.
 
-    It is registered beside model and optimizer, and so goes with them into checkpoints and to workers that join.
-    ``where`` tells epoch and step of the training's next step; ``step_samples`` the samples of a step.
+    It is registered with model and optimizer, so it is part of checkpoints and is sent to joining workers. ``where``
+    returns epoch and index of the training's next step; ``step_samples`` is the number of samples per step.
     """
 
     def __init__(self, where: Callable[[], tuple[int, int]]) -> None:
@@ -180,25 +183,25 @@ class StreamBook:
         self._states: OrderedDict[tuple[int, int], Any] = OrderedDict()
 
     def record(self, epoch: int, offset: int, state: Any) -> None:
-        """Keep a state, and of older ones the newest few: a step may be shared anew, never many."""
+        """Keep a state and the few newest older ones: at most a step is divided again, never many."""
         self._states[epoch, offset] = state
         self._states.move_to_end((epoch, offset))
         while len(self._states) > _STATES_KEPT:
             self._states.popitem(last=False)
 
     def nearest(self, epoch: int, offset: int) -> Start:
-        """The place closest before ``offset`` at which the stream can be entered; the epoch's beginning at worst."""
+        """Return the last known position at or before ``offset``; if there is none, the epoch's beginning."""
         known = [at for in_epoch, at in self._states if in_epoch == epoch and at <= offset]
         return Start(max(known), self._states[epoch, max(known)]) if known else Start(0, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands at the boundary that the training is at. Called from other threads, too."""
+        """Return the stream's position at the training's current step boundary. Also called from other threads."""
         epoch, step = self._where()
         offset = step * self.step_samples
         return {"epoch": epoch, "offset": offset, "state": copy.deepcopy(self._states.get((epoch, offset)))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there. Raises KeyError for the state of something else."""
+        """Restore the position. Raises KeyError if the state is not that of a StreamBook."""
         epoch, offset, state = int(state_dict["epoch"]), int(state_dict["offset"]), state_dict["state"]
         self._states.clear()
         if state is not None:
@@ -206,9 +209,9 @@ class StreamBook:
 
 
 class StreamFetcher:
-    """Gets what tickets stand for out of a stream: one step after the other, in the order in which they are expected.
+    """Fetches the content of tickets from a stream, step by step, in the order in which they are expected.
 
-    ``rehearses`` tells whether this worker only warms up, to join others: then any samples do, and no state counts.
+    ``rehearses`` returns whether this worker is only warming up to join: any samples will do, and no state is kept.
     """
 
     def __init__(
@@ -228,12 +231,12 @@ class StreamFetcher:
         self._source: _Source = _Ahead(reader, options) if options.get("num_workers") else _Here(reader)
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
-        """Begin to read for these: at the state of the boundary before the first of them."""
+        """Begin reading for these tickets, from the state at the boundary before the first of them."""
         self._read = None
         self._source.expect(self._steps(tickets))
 
     def get(self, tickets: Sequence[Ticket]) -> list[Any]:
-        """Take them from the step that is read, or read on; a ticket that nobody expected is read for itself."""
+        """Return tickets from the current or next step; an unexpected ticket is read separately."""
         return [self._get(ticket) for ticket in tickets]
 
     def _get(self, ticket: Ticket) -> Any:
@@ -246,7 +249,7 @@ class StreamFetcher:
         return self._read[2].pop(ticket.logical)
 
     def close(self) -> None:
-        """End the process that reads, if there is one."""
+        """End the reading process, if there is one."""
         self._read = None
         self._source.close()
 
@@ -291,23 +294,23 @@ class StreamFetcher:
 
 
 class _Source(Protocol):
-    """Where orders are read."""
+    """Reads orders, in this process or another."""
 
     def expect(self, orders: Iterator[Order]) -> None:
-        """Read these from now on."""
+        """Read these orders from now on."""
         ...
 
     def next(self) -> tuple[int, int, dict[int, Any], Any] | None:
-        """The next step; None when there is none."""
+        """Return the next step, or None if there is none."""
         ...
 
     def close(self) -> None:
-        """Let go."""
+        """Release all resources."""
         ...
 
 
 class _Here:
-    """Reads in this process, when asked."""
+    """Reads in this process, on demand."""
 
     def __init__(self, reader: StreamReader) -> None:
         self._walk = Walk(reader)
@@ -325,7 +328,7 @@ class _Here:
 
 
 class _Ahead:
-    """Reads ahead in one process that persists. ``options`` are those of DataLoader."""
+    """Reads ahead in one persistent process. ``options`` are those of DataLoader."""
 
     def __init__(self, reader: StreamReader, options: Mapping[str, Any]) -> None:
         self._orders = _Queue()
@@ -333,7 +336,7 @@ class _Ahead:
             _Steps(reader),
             batch_sampler=self._orders,
             collate_fn=_the_only,
-            # It draws a seed for its process, which nothing here uses: not from the training's generator.
+            # DataLoader draws a seed for its process, unused here: do not take it from the training's generator.
             generator=torch.Generator(),
             **{"persistent_workers": True, **options},
         )
@@ -356,7 +359,7 @@ class _Ahead:
 
 
 class _Queue:
-    """Batch sampler of the process: one step after the other, as they are expected now."""
+    """Batch sampler of the process: yields the currently expected orders one by one."""
 
     def __init__(self) -> None:
         self.upcoming: Iterator[Order] = iter(())
@@ -367,13 +370,13 @@ class _Queue:
 
 
 class _Steps(Dataset[Any]):
-    """The stream as the process sees it: items are steps, asked for in order."""
+    """Dataset of the reading process: its items are steps, requested in order."""
 
     def __init__(self, reader: StreamReader) -> None:
         self._walk = Walk(reader)
 
     def __getitem__(self, order: Order) -> Any:
-        # Streams of PyTorch and Hugging Face take a worker for one of several that share the stream out.
+        # With worker info set, PyTorch and Hugging Face streams would yield only this loader worker's part.
         loader_worker._worker_info = None
         return self._walk.read(order)
 

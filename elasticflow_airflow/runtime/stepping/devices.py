@@ -1,4 +1,4 @@
-"""Which device a worker trains on, and what makes its arithmetic repeat there bit for bit.
+"""Choice of a worker's device, and the settings that make its arithmetic reproducible bit for bit.
 
 May import torch and the standard library only.
 """
@@ -14,18 +14,18 @@ import torch
 from elasticflow_airflow.runtime.protocol import threads_in
 
 DEFAULT_THREADS = 1
-"""Of each worker that computes on a CPU, in consistent mode."""
+"""Default number of torch threads of each worker on a CPU, in consistent mode."""
 _GIVEN = ("GPU-", "MIG-")
-"""How an engine names the device that a worker is given."""
+"""Prefixes of the device names that an engine assigns to workers."""
 _CUBLAS_ENV, _CUBLAS_FIXED = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _INDUCTOR_ENV = "TORCHINDUCTOR_DETERMINISTIC"
 
 
 def pick_device(environ: MutableMapping[str, str] = os.environ) -> torch.device:
-    """The GPU that is this worker's, made the current one; the CPU where there is none.
+    """Return this worker's GPU and make it the current device; return the CPU if there is none.
 
-    Workers of a bare torchrun share the visible ones out, and several have one where there are too few. Raises
-    RuntimeError when the worker was given a GPU that torch does not find: on the CPU it would train, but for days.
+    Workers of a bare torchrun divide the visible GPUs among themselves, and share one if there are too few. Raises
+    RuntimeError if the worker was assigned a GPU that torch does not find: training on the CPU could take days.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", int(environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -46,16 +46,16 @@ def pick_device(environ: MutableMapping[str, str] = os.environ) -> torch.device:
 
 
 def make_repeatable(device: torch.device, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have CUDA's libraries choose the same kernels in every run and on every worker. Does nothing for a CPU.
+    """Make CUDA's libraries choose the same kernels in every run and on every worker. Does nothing for a CPU.
 
-    Call it before the first matrix product. Operators that do not repeat warn when they are used; a script that has
-    asked torch to refuse them keeps that. TF32 stays as it is: it repeats.
+    Call it before the first matrix product. Nondeterministic operators warn when they are used; if the script has
+    asked torch to raise an error instead, that setting is kept. TF32 is left as it is, since it is deterministic.
     """
     if device.type != "cuda":
         return
     environ.setdefault(_CUBLAS_ENV, _CUBLAS_FIXED[0])
     environ.setdefault(_INDUCTOR_ENV, "1")
-    # By measuring, each worker may find another algorithm the fastest.
+    # Benchmarking may select another algorithm on each worker.
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     if not torch.are_deterministic_algorithms_enabled():
@@ -67,10 +67,10 @@ def make_repeatable(device: torch.device, environ: MutableMapping[str, str] = os
 
 
 def choose_threads(device: torch.device, *said: int | None, environ: Mapping[str, str] | None = None) -> int | None:
-    """With how many threads torch computes on the CPU in consistent mode; None: as it would.
+    """Return the number of torch threads in consistent mode; None keeps torch's own choice.
 
-    Convolutions and sums come out in other bits with another number, so it belongs to the task and not to the machine:
-    the first that is ``said``, then ``OMP_NUM_THREADS`` of ``environ``, and one thread where nobody says anything.
+    Another number changes the bits of convolutions and sums, so it must depend on the task and not on the machine.
+    It is the first of ``said`` that is not None; else, on a CPU, ``OMP_NUM_THREADS`` in ``environ``, else one.
     """
     for threads in said:
         if threads is not None:
@@ -81,7 +81,7 @@ def choose_threads(device: torch.device, *said: int | None, environ: Mapping[str
 
 
 def what_may_not_repeat(device: torch.device, environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Settings under which workers may compute other bits, as sentences: for a warning when training begins."""
+    """Return settings under which workers may compute different bits, as sentences for warnings at the start."""
     if device.type != "cuda":
         return []
     found = []

@@ -1,8 +1,8 @@
-"""A loss to train to: the smoothed loss, when it has come to the target, and how many steps that will still take.
+"""Training to a target loss: the smoothed loss, whether it has reached the target, and the predicted steps left.
 
-Every worker keeps the same numbers: they follow from the losses of the global batches alone, which do not depend on how
-many workers there are, so all end the training at the same step without asking each other. May import the standard
-library only, and the scheduler's convergence model where numpy is.
+Every worker has the same numbers: they depend only on the losses of the global batches, which do not depend on the
+number of workers. All workers therefore end the training at the same step without communication. May import the
+standard library only, and the scheduler's convergence model if numpy is available.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 SMOOTHING_STEPS = 32
 MOST_POINTS = 128
 _BUDGET = 0.001
-"""Fraction of the time that predictions may take."""
+"""Fraction of the training time that predictions may take."""
 
 
 class LossTrack:
     """The smoothed loss s(k) after k steps: s(k) = s(k-1) + (l(k) - s(k-1)) / min(k, 32), l(k) the loss of step k.
 
-    So it is the mean of all losses up to step 32, and from then on a moving average that forgets 1/32 a step. A loss
-    that is no finite number counts as no step. The target is reached when s(k) <= target at the end of a step k >= 32:
-    no single lucky batch ends a training. Raises ValueError for a target that is no finite number.
+    It is the mean of all losses up to step 32, and after that an exponential moving average with weight 1/32. Steps
+    with a non-finite loss are not counted. The target is reached when s(k) <= target at the end of a step k >= 32, so
+    that no single lucky batch ends a training. Raises ValueError for a non-finite target.
     """
 
     def __init__(self, target: float | None) -> None:
@@ -37,7 +37,7 @@ class LossTrack:
         self._sum, self._in_sum = 0.0, 0
 
     def add(self, loss: float) -> None:
-        """A step with this loss is done."""
+        """Add the loss of a completed step."""
         if self.target is None or not math.isfinite(loss):
             return
         self._count += 1
@@ -55,7 +55,7 @@ class LossTrack:
 
     @property
     def reached(self) -> bool:
-        """Whether training may end."""
+        """Whether the target is reached and training may end."""
         if self.target is None or self.smoothed is None or self._count < SMOOTHING_STEPS:
             return False
         return self.smoothed <= self.target
@@ -66,7 +66,7 @@ class LossTrack:
         return {"width": self._width, "losses": [float(f"{point:.6g}") for point in self._points]}
 
     def state(self) -> dict[str, Any] | None:
-        """All of it in JSON types, exactly, for checkpoints and for workers that join; None without a target."""
+        """Return the exact state in JSON types, for checkpoints and joining workers; None without a target."""
         if self.target is None:
             return None
         return {
@@ -79,7 +79,7 @@ class LossTrack:
         }
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from there. What was trained without a target starts the curve anew."""
+        """Restore the state. If it was trained without a target (None), the curve starts anew."""
         if self.target is None or state is None:
             return
         self.smoothed, self._count = state["smoothed"], int(state["count"])
@@ -88,7 +88,7 @@ class LossTrack:
 
 
 class Outlook:
-    """Predicts how many steps are left to a target, now and then: a fit costs some hundredths of a second."""
+    """Predicts the steps left to a target from time to time; a fit takes some hundredths of a second."""
 
     def __init__(self, track: LossTrack) -> None:
         self._track = track
@@ -96,14 +96,14 @@ class Outlook:
         self._convergence: Any = None
         if track.target is not None:
             try:
-                # Where the fit is needed, and at a time when nobody trains yet.
+                # Import only if the fit is needed, and before training begins.
                 from elasticflow_airflow.scheduler_core import convergence
             except ImportError:
                 return  # An interpreter without numpy: nothing is predicted.
             self._convergence = convergence
 
     def look(self) -> dict[str, Any]:
-        """What a report says of the target: empty without one; the prediction only when a new one was made."""
+        """Return a report's entries about the target: empty without one; with a prediction only if it is new."""
         track = self._track
         if track.target is None:
             return {}

@@ -1,7 +1,7 @@
-"""What a worker measures of itself while it trains: where its time goes, its peak memory, and how noisy gradients are.
+"""Measurements of a training worker: time per activity, peak memory, and the noise of the gradients.
 
-Cheap enough to be always on: a reading of the clock where a step goes from one thing to the next, and norms of
-gradients in one step of many. Knows nothing of groups and files. May import torch and the standard library only.
+They are cheap enough to be always on: a clock reading whenever the activity changes, and gradient norms in only a few
+steps. This module knows nothing of groups and files. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ import torch
 from torch import Tensor
 
 NORMS_BUDGET = 0.003
-"""Fraction of the training's time that norms of gradients may take."""
+"""Fraction of the training time that gradient norms may take."""
 _FEWEST_STEPS_BETWEEN = 8
 _NOISE_MEMORY = 0.9
 _MEMORY_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 class Activity(StrEnum):
-    """What the main thread of a worker is at; a moment counts for one of them."""
+    """Activity of a worker's main thread; every moment counts for exactly one."""
 
     DATA = "data"
     """Waiting for samples."""
     COMPUTE = "compute"
-    """Forward and backward passes, and the optimizer; sums that overlap with them, too."""
+    """Forward and backward passes, and the optimizer; includes sums that overlap with them."""
     REDUCE = "reduce"
-    """Waiting for sums over all workers after the last backward pass, and so for who is slower."""
+    """Waiting for sums over all workers after the last backward pass, and thus for slower workers."""
     WAIT = "wait"
-    """Agreeing with the others that a step is done."""
+    """Agreeing with the other workers that a step is done."""
     PAUSE = "pause"
-    """Changing workers in place, or going on without who died."""
+    """Changing workers in place, or recovering from a worker's death."""
     SAVE = "save"
     """Making the copy that a checkpoint is written from."""
     OTHER = "other"
-    """What the script does between its steps."""
+    """The script's own code between its steps."""
 
 
 class Stopwatch:
-    """Seconds in each activity, from the beginning of the session on."""
+    """Counts the seconds in each activity since the beginning of the session."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds = dict.fromkeys(Activity, 0.0)
         self._since = clock()
         self.activity = Activity.OTHER
-        """What it is at now."""
+        """The current activity."""
 
     def enter(self, activity: Activity) -> Activity:
-        """From now on it is at this; returns what it was at."""
+        """Switch to an activity; return the previous one."""
         now = self._clock()
         before = self.activity
         self._seconds[before] += now - self._since
@@ -62,19 +62,19 @@ class Stopwatch:
         return before
 
     def shift(self, source: Activity, target: Activity, seconds: float) -> None:
-        """Count seconds of one activity for another: a device was at work while its host already waited."""
+        """Move seconds from one activity to another, because a device still computed while its host waited."""
         seconds = min(seconds, self._seconds[source])
         self._seconds[source] -= seconds
         self._seconds[target] += seconds
 
     def read(self) -> dict[str, float]:
-        """Seconds so far, under the names of reports (``compute_s``, ...)."""
+        """Return the seconds so far, by the names used in reports (``compute_s``, ...)."""
         self.enter(self.activity)
         return {f"{activity}_s": seconds for activity, seconds in self._seconds.items()}
 
 
 class DeviceTimer:
-    """How long a CUDA device has computed in a step: its host queues work, and waits for it only in the sums."""
+    """Measures how long a CUDA device computes in a step: the host only queues work, and waits for it in the sums."""
 
     def __init__(self, make_event: Callable[[], Any]) -> None:
         self._begin, self._end = make_event(), make_event()
@@ -84,25 +84,28 @@ class DeviceTimer:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceTimer | None:
-        """A timer for a CUDA device; other devices compute while their host waits."""
+        """Return a timer for a CUDA device; None for other devices, whose host waits while they compute."""
         if device.type != "cuda":
             return None
         make: Callable[..., Any] = torch.cuda.Event
         return cls(lambda: make(enable_timing=True))
 
     def begin(self) -> None:
-        """A step's passes begin."""
+        """Record the beginning of a step's passes."""
         self._begin.record()
         self._began_s, self._state = time.perf_counter(), "computing"
 
     def end(self) -> None:
-        """The last of them is queued."""
+        """Record that the last pass is queued."""
         if self._state == "computing":
             self._end.record()
             self._host_s, self._state = time.perf_counter() - self._began_s, "ended"
 
     def take(self) -> float:
-        """Seconds that the device computed on after :meth:`end`. Once a step, after the device has come to its end."""
+        """Return the seconds that the device still computed after :meth:`end`; 0 if it has not finished.
+
+        Call it once per step, after the device has finished.
+        """
         if self._state != "ended":
             return 0.0
         self._state = "idle"
@@ -113,12 +116,12 @@ class DeviceTimer:
 
 @dataclass(slots=True)
 class Window:
-    """What has grown since the last look: the difference of two readings."""
+    """The growth of counters since the last reading."""
 
     _before: dict[str, float] = field(default_factory=dict)
 
     def take(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Growth of each number since the last call."""
+        """Return the growth of each number since the last call."""
         grown = {name: value - self._before.get(name, 0.0) for name, value in now.items()}
         self._before = dict(now)
         return grown
@@ -136,30 +139,30 @@ class Meter:
         self._clock, self._worker_at_s = clock, clock()
 
     def enter(self, activity: Activity) -> Activity:
-        """From now on the worker is at this; returns what it was at."""
+        """Switch the worker to an activity; return the previous one."""
         return self._watch.enter(activity)
 
     def step_begins(self, samples: int, own_samples: int) -> None:
-        """A step, or another attempt at it, begins: samples of the global batch, and this worker's share of them."""
+        """Begin a step, or another attempt at it, with the samples of the global batch and of this worker's share."""
         self._in_step = (samples, own_samples)
         self._watch.enter(Activity.COMPUTE)
         if self._timer is not None:
             self._timer.begin()
 
     def reducing(self) -> None:
-        """The last backward pass of this worker is done, or queued."""
+        """Record that this worker's last backward pass is done, or queued."""
         self._watch.enter(Activity.REDUCE)
         if self._timer is not None:
             self._timer.end()
 
     def reduced(self) -> None:
-        """The sums are there."""
+        """Record that the sums are complete."""
         self._watch.enter(Activity.WAIT)
         if self._timer is not None:
             self._watch.shift(Activity.REDUCE, Activity.COMPUTE, self._timer.take())
 
     def step_done(self) -> None:
-        """A step counts."""
+        """Count a completed step."""
         self._steps += 1
         self._samples += self._in_step[0]
         self._own_samples += self._in_step[1]
@@ -167,12 +170,12 @@ class Meter:
         self._watch.enter(Activity.OTHER)
 
     def progress(self) -> dict[str, float]:
-        """What PROGRESS says of the time since the last call: ``samples`` of all workers, seconds of this one."""
+        """Return the measurements for PROGRESS since the last call: ``samples`` of all workers, seconds of this one."""
         taken = self._progress.take({"samples": self._samples, **self._watch.read()})
         return {**taken, "samples": int(taken["samples"]), **self._memory()}
 
     def worker(self) -> dict[str, float] | None:
-        """What WORKER says of the time since the last call or restart; None when there was no step."""
+        """Return the measurements for WORKER since the last call or restart; None if there was no step."""
         self._worker_at_s = self._clock()
         now = {"window_steps": self._steps, "samples": self._own_samples, **self._watch.read()}
         taken = self._worker.take(now)
@@ -180,15 +183,15 @@ class Meter:
         return {**taken, "window_steps": steps, "samples": samples, **self._memory()} if steps else None
 
     def worker_is_due(self, interval_s: float) -> bool:
-        """Whether the last WORKER, or restart, was so long ago."""
+        """Return whether the last WORKER report, or restart, was at least ``interval_s`` ago."""
         return self._clock() - self._worker_at_s >= interval_s
 
     def restart(self) -> None:
-        """Begin the window of WORKER anew: what was before is not comparable."""
+        """Restart the window of WORKER: earlier measurements are not comparable."""
         self.worker()
 
     def begin(self) -> None:
-        """Training begins: what was before was getting ready."""
+        """Begin the measurements with the training, without the time of its preparation."""
         self.progress()
         self.restart()
 
@@ -200,7 +203,7 @@ class Meter:
 
 
 class TimedFetcher:
-    """A fetcher whose caller's waiting counts as time for data."""
+    """Wraps a fetcher and counts the time that callers wait for it as time for data."""
 
     def __init__(self, fetcher: Any, meter: Meter) -> None:
         self._fetcher, self._meter = fetcher, meter
@@ -226,35 +229,36 @@ class TimedFetcher:
             self._meter.enter(before)
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the fetcher's own."""
+        """Return any other attribute from the fetcher."""
         return getattr(self._fetcher, name)
 
 
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements, on the gradients' device; reads each once and copies none."""
+    """Return the sum of squares of all elements, on the gradients' device; reads each once and copies none."""
     norms = torch._foreach_norm(list(gradients), 2.0)
     device = norms[0].device
     return torch.stack([norm.to(device, torch.float64) for norm in norms]).square().sum()
 
 
 class NoiseScale:
-    """The simple gradient noise scale, tr(Sigma) / |G|^2, in samples: the batch from which on larger ones pay little.
+    """The simple gradient noise scale, tr(Sigma) / |G|^2, in samples: larger batches than this bring little benefit.
 
-    From norms of gradients of a small and of a big batch (McCandlish, Kaplan, Amodei et al., "An Empirical Model of
-    Large-Batch Training", arXiv:1812.06162, appendix A.1): the small one is a logical worker's share, the big one the
-    global batch. Numerator and denominator are averaged each for itself over the steps that were measured: their ratio
-    in a single step is biased, and far too noisy.
+    It is computed from gradient norms of a small and a big batch (McCandlish, Kaplan, Amodei et al., "An Empirical
+    Model of Large-Batch Training", arXiv:1812.06162, appendix A.1): the small one is a logical worker's share, the big
+    one the global batch. Numerator and denominator are averaged separately over the measured steps, because their ratio
+    in a single step is biased and far too noisy.
     """
 
     def __init__(self) -> None:
         self._trace = self._square = 0.0
         self.measured = 0
-        """Steps that were measured."""
+        """Number of measured steps."""
 
     def add(self, small_squares: Sequence[float], big_square: float, *, big_batch: int) -> None:
-        """Take one step in: squared norms of the mean gradients of each share, and of the whole batch, in samples.
+        """Add one step: squared norms of the mean gradients of each share and of the whole batch.
 
-        Raises ValueError when there are less than two shares, or they cannot be equal.
+        ``big_batch`` is the global batch in samples. Raises ValueError if there are fewer than two shares, or if they
+        cannot be equal.
         """
         shares = len(small_squares)
         if shares < 2 or big_batch % shares:
@@ -270,12 +274,12 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """The noise scale in samples; None while unknown: not measured, or the noise hides the gradient altogether."""
+        """The noise scale in samples; None while unknown: not yet measured, or the noise dominates the gradient."""
         return self._trace / self._square if self._square > 0 and self._trace > 0 else None
 
 
 class NormSchedule:
-    """In which steps norms are taken, so that all of them together cost ``NORMS_BUDGET`` of the time at most."""
+    """Schedules the steps in which norms are measured, so that they cost at most ``NORMS_BUDGET`` of the time."""
 
     def __init__(self) -> None:
         self._steps_since = 0
@@ -284,10 +288,10 @@ class NormSchedule:
         self._at_s: float | None = None
 
     def step_done(self, norms_s: float) -> None:
-        """A step is over; ``norms_s`` of it went into norms (0: none were taken)."""
+        """Count a step that spent ``norms_s`` seconds on norms (0: it was not measured)."""
         now = time.perf_counter()
         if norms_s:
-            # No more than a step's time: a machine that stood still meanwhile must not end the measuring for hours.
+            # Charge at most one step's time: a stalled machine must not stop the measurements for hours.
             self._owed_s += min(norms_s, self._step_s or norms_s)
             self._steps_since = 0
         elif self._at_s is not None:
@@ -299,36 +303,36 @@ class NormSchedule:
 
     @property
     def due(self) -> bool:
-        """Whether the next step should be measured: some steps are done since, and what norms cost is made up for."""
+        """Whether the next step should be measured: enough steps have passed to make up for the cost of the last."""
         return self._step_s is not None and self._steps_since >= _FEWEST_STEPS_BETWEEN and self._owed_s <= 0.0
 
 
 class GradientNorms:
-    """Squared norms of the leaves of one step, taken where each is whole and still alone."""
+    """Squared norms of the leaves of one step, each measured when it is complete and not yet summed."""
 
     def __init__(self) -> None:
         self.enabled = False
         """Whether this step is measured."""
         self.seconds = 0.0
-        """What that has cost in this step."""
+        """Seconds that measuring has taken in this step."""
         self._squares: list[Tensor | None] = []
 
     def begin(self, *, enabled: bool) -> None:
-        """Another step, or attempt at it."""
+        """Begin a step, or another attempt at it."""
         self.enabled, self.seconds = enabled, 0.0
         self._squares = []
 
     def leaf(self, gradients: Iterable[Tensor | None]) -> None:
-        """Take a leaf's norm, if this step is measured."""
+        """Measure a leaf's norm, if this step is measured."""
         if self.enabled:
             self._squares.append(self._take(gradients))
 
     def leaves(self) -> list[float]:
-        """The leaves' squared norms, in their order; 0 for one without gradients."""
+        """Return the leaves' squared norms, in order; 0 for a leaf without gradients."""
         return [0.0 if square is None else float(square) for square in self._squares]
 
     def total(self, gradients: Iterable[Tensor | None]) -> float:
-        """The squared norm of the sum."""
+        """Return the squared norm of the sum; 0 without gradients."""
         square = self._take(gradients)
         return 0.0 if square is None else float(square)
 

@@ -1,8 +1,8 @@
-"""One optimizer step: the logical workers of this process in turn, gradients averaged over the global batch.
+"""One optimizer step: runs the logical workers of this process in turn, and averages gradients over the global batch.
 
 Each logical worker has its own share of the batch, random seeds and running statistics, and its gradients are a leaf of
-one fixed tree: which process computes it, and with how many others, changes nothing in the result (EasyScale, SC 2022).
-Each sample weighs 1 / (samples of the global batch), in the short last batch of an epoch, too.
+one fixed tree. The result does not depend on which process computes a leaf, nor on the number of processes (EasyScale,
+SC 2022). Each sample has weight 1 / (samples of the global batch), also in the short last batch of an epoch.
 May import torch and the standard library only.
 """
 
@@ -22,37 +22,37 @@ from elasticflow_airflow.runtime.stepping.reduction import refuse_leftovers
 
 
 class StepOwner(Protocol):
-    """What a step needs of its session."""
+    """The interface that a step requires of its session."""
 
     device: torch.device
 
     def phase(self, name: str) -> None:
-        """Note what this worker is doing."""
+        """Record what this worker is doing."""
         ...
 
     def batch_of_step(self, batch: Batch) -> Batch:
-        """This worker's part of the step's global batch, as its place is now. Raises RuntimeError out of turn."""
+        """Return this worker's current part of the step's global batch. Raises RuntimeError if it is out of order."""
         ...
 
     def commit(self, sums: Sums) -> Sums:
-        """Tell all workers that the gradients are summed; what the step comes to over all. Raises GroupBroken."""
+        """Tell all workers that the gradients are summed; return the sums over all workers. Raises GroupBroken."""
         ...
 
     def recover(self, error: GroupBroken, sums: Sums | None) -> Sums | None:
-        """Form a new group without those that are gone. Returns the step's sums when it counts, None to redo it."""
+        """Form a new group without the dead workers. Return the step's sums if it counts, None to redo it."""
         ...
 
     def step_failed(self, error: BaseException, micro_batch_size: int) -> None:
-        """An exception ended the step."""
+        """Report an exception that ended the step."""
         ...
 
     def step_done(self, loss: float) -> None:
-        """Gradients are applied."""
+        """Count the step, whose gradients have been applied."""
         ...
 
 
 class Step:
-    """Context manager of one step. Use :meth:`split` once and :meth:`backward` for every micro-batch it yields."""
+    """Context manager of one step. Call :meth:`split` once and :meth:`backward` for every micro-batch it yields."""
 
     def __init__(
         self, owner: StepOwner, gradient_step: GradientStep, micro_batch_size: int | None, seed: int, fewest: int = 1
@@ -64,12 +64,12 @@ class Step:
         self._leaf_loss: Tensor | None = None
         self._last = self._split = self._reduced = False
         self.loss = float("nan")
-        """Mean loss over the global batch, on every worker; known when ``split`` has come to its end."""
+        """Mean loss over the global batch, the same on every worker; known once ``split`` is exhausted."""
         self.batch: Batch | None = None
-        """What this step trains, from the first micro-batch on: in the step in which a worker joins, or its group has
-        lost one, another part, or another batch, than what the loop had in hand."""
+        """The batch that this step trains, known from the first micro-batch on. If this worker has just joined, or its
+        group has lost a worker, it may be another part, or another batch, than the one passed to ``split``."""
         self.totals: list[float] = []
-        """What ``measure`` comes to over the global batch, from the first micro-batch on."""
+        """Sums of ``measure`` over the global batch, known from the first micro-batch on."""
 
     def __enter__(self) -> Step:
         seed_everything(mix_seed(self._seed, 0x57E9))
@@ -88,12 +88,12 @@ class Step:
     def split(self, batch: Batch, measure: Callable[[Any], Sequence[float]] | None = None) -> Iterator[Any]:
         """Yield this worker's micro-batches on its device; after the last one gradients are summed over all workers.
 
-        ``measure`` tells numbers of a collated share (how many tokens count, say; zeros, as many, for None, an empty
-        share); their sums over the global batch are ``totals``, known before the first micro-batch.
+        ``measure`` returns numbers for a collated share, for example its tokens; for None, an empty share, it must
+        return as many zeros. Their sums over the global batch are ``totals``, known before the first micro-batch.
 
-        When a worker dies meanwhile, the others share the step anew, and more micro-batches come. Yields nothing where
-        the share is empty. Raises RuntimeError when a micro-batch had no ``backward``, and when gradients of the step
-        before are still there.
+        If a worker dies meanwhile, the others divide the step again, and more micro-batches follow. Yields nothing for
+        an empty share. Raises RuntimeError if a micro-batch had no ``backward``, or if gradients of the previous step
+        are still present.
         """
         if self._split:
             raise RuntimeError("step.split() may be used once in a step")
@@ -127,17 +127,17 @@ class Step:
                     gradient_step.abandon()
         gradient_step.install(outcome)
         self.loss = outcome.loss
-        # What the script draws from here on is the same on every worker, however many there are.
+        # From here on random draws of the script are the same on every worker, whatever their number.
         seed_everything(mix_seed(self._seed, 0xAF7E))
         self._reduced = True
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Add a micro-batch's gradients. ``loss`` is the mean over the samples of the micro-batch.
 
-        ``weight`` is its part in the mean over the global batch, where that is not its part of the samples: 1.0 for a
-        loss that was divided by a total of the global batch already.
+        ``weight`` is the weight of the loss in the global mean; the default is the micro-batch's fraction of the
+        samples. Use 1.0 for a loss that is already divided by a total of the global batch.
 
-        A registered gradient scaler scales it here; leave ``scaler.scale`` out.
+        A registered gradient scaler is applied here; do not call ``scaler.scale``.
         """
         if self._weight is None:
             raise RuntimeError(
@@ -153,7 +153,7 @@ class Step:
         self._weight = None
 
     def _shares(self, batch: Batch) -> Iterator[Any]:
-        """Go through the logical workers of this process."""
+        """Run the logical workers of this process one after the other."""
         for number, share in enumerate(batch.shares):
             if number:
                 self._gradient_step.statistics.reset()
@@ -176,10 +176,10 @@ class Step:
 
 
 def micro_batches(samples: int, size: int, fewest: int = 1) -> list[tuple[int, int]]:
-    """Where the micro-batches of a share begin and end, with ``size`` samples at most.
+    """Return (start, end) of each micro-batch of a share, with at most ``size`` samples each.
 
-    ``fewest``: so many each has at least, if the share has them: where the usual cut would leave fewer over, the parts
-    are made alike; of an odd number in twos, one has three.
+    Each has at least ``fewest`` samples, if the share has that many. If a smaller rest would remain, the share is
+    divided evenly instead; one part may then exceed ``size`` (an odd number in twos makes one part of three).
     """
     parts = -(-samples // size)
     if size < fewest or not 0 < samples % size < fewest or parts < 2:
@@ -189,11 +189,11 @@ def micro_batches(samples: int, size: int, fewest: int = 1) -> list[tuple[int, i
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), Python, and numpy where it is imported."""
+    """Seed torch (all devices), Python, and numpy if it is imported."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
         torch.cuda.manual_seed_all(seed)
     elif torch.accelerator.is_available():
-        # Not in use yet: torch remembers the seed until then, and who has called, which takes longer than a small
-        # net's forward pass: not where there is no device.
+        # The device is not initialised yet, so torch stores the seed for later, together with the call stack. That
+        # takes longer than a small network's forward pass, so it is skipped if there is no device.
         torch.manual_seed(seed)
     seed_host(seed)

@@ -1,6 +1,6 @@
 """Sums of gradients: over the logical workers of this process, then over all processes, in one fixed binary tree.
 
-Each logical worker's gradients are a leaf; which process computes it changes nothing in the sum (EasyScale, SC 2022,
+Each logical worker's gradients are a leaf; the sum does not depend on which process computes it (EasyScale, SC 2022,
 section 3.3). The sums over processes run bucket by bucket, each as soon as the last backward pass has filled it.
 May import torch and the standard library only.
 """
@@ -23,14 +23,14 @@ from elasticflow_airflow.runtime.stepping.measuring import GradientNorms
 
 BUCKET_BYTES = 25 << 20
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
-"""By name, as DTensor below: importing those costs every worker most of a second."""
+"""Classes checked by name, like DTensor below: importing them would take every worker most of a second."""
 
 Gradients = list[Tensor | None]
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Parameters whose gradients travel together, and the flat memory that they travel in."""
+    """Parameters whose gradients are communicated together, and the flat buffer for them."""
 
     parameters: list[nn.Parameter]
     flat: Tensor
@@ -42,7 +42,7 @@ class _Bucket:
 
     @property
     def views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its part of the flat memory."""
+        """Each parameter with its part of the flat buffer."""
         offset = 0
         for parameter in self.parameters:
             yield parameter, _laid_out_as(parameter, self.flat[offset : offset + parameter.numel()])
@@ -51,7 +51,7 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Pass:
-    """The sums of one attempt at a step."""
+    """State of the sums of one attempt at a step."""
 
     group: WorkerGroup
     leaves: int
@@ -62,19 +62,19 @@ class _Pass:
 
 
 class GradientReducer:
-    """Collects the gradients of a model's logical workers. ``tree``: in the fixed order; else by all-reduce.
+    """Sums the gradients of a model's logical workers: with ``tree`` in the fixed order, otherwise by all-reduce.
 
-    ``alone``: there is one process, and there will not be others. Else what several could not sum is refused of a
-    single one, too: in the first step, not when others come.
+    ``alone`` means that there is one process and there will never be others. Otherwise gradients that several processes
+    could not sum are rejected with a single process, too: in the first step, not when other workers join.
 
-    One step is: ``begin``; for each logical worker of this process its backward passes and ``leaf_done``, the last of
-    them announced by ``last_backward`` before it begins; then ``finish``.
+    The calls of one step are ``begin``; for each logical worker of this process its backward passes and ``leaf_done``,
+    with ``last_backward`` before the very last backward pass; then ``finish``.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, tree: bool, alone: bool = False) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.norms = GradientNorms()
-        """Of the leaves of this process, in a step that is measured."""
+        """Norms of this process's leaves, in a measured step."""
         self._tree, self._alone = tree, alone
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
@@ -86,7 +86,7 @@ class GradientReducer:
         self._stream: Any = None
 
     def begin(self, group: WorkerGroup, leaves: int) -> None:
-        """Open the sums of a step; ``leaves`` logical workers are this process's, a power of two, or none."""
+        """Begin the sums of a step; this process has ``leaves`` logical workers, a power of two, or none."""
         for parameter in self.parameters:
             parameter.grad = None
         self._pass = _Pass(group, leaves)
@@ -101,14 +101,14 @@ class GradientReducer:
             self._hooks = [_hook(p, hook) for p in self.parameters]
 
     def last_backward(self) -> None:
-        """The next backward pass is the last of this process in this step: send each bucket off when it is full."""
+        """Announce this process's last backward pass of the step: each bucket is then sent as soon as it is full."""
         self._armed = not self._alone
 
     def leaf_done(self) -> None:
-        """All backward passes of one logical worker are done; the gradients in ``.grad`` are its leaf."""
+        """Add the gradients in ``.grad`` as one logical worker's leaf, after all of its backward passes."""
         now = self._now
         now.done += 1
-        # Nothing has been added to it yet; the last leaf stays whole until ``install``.
+        # Nothing has been added to this leaf yet; the last leaf stays unchanged until ``install``.
         self.norms.leaf(p.grad for p in self.parameters)
         if now.done == now.leaves and now.group.size > 1:
             return  # the last leaf is merged bucket by bucket
@@ -127,7 +127,7 @@ class GradientReducer:
 
     @property
     def present(self) -> list[bool]:
-        """By parameter: whether some logical worker of this process has a gradient for it."""
+        """For each parameter, whether some logical worker of this process has a gradient for it."""
         now = self._now
         found = [p.grad is not None for p in self.parameters]
         for _, gradients in now.subtrees:
@@ -135,7 +135,7 @@ class GradientReducer:
         return found
 
     def finish(self) -> None:
-        """Sum over all processes. Raises GroupBroken; the gradients are in the flat memory until ``install``."""
+        """Sum over all processes; the gradients are in the flat buffers until ``install``. Raises GroupBroken."""
         self._armed = False
         if self._now.group.size == 1:
             return
@@ -149,7 +149,7 @@ class GradientReducer:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def install(self, present: Sequence[bool]) -> None:
-        """Make the sums the parameters' gradients; one that nobody has a gradient for keeps none."""
+        """Set the parameters' gradients to the sums, or to None if no logical worker has a gradient."""
         if self._now.group.size > 1:
             for bucket in self._buckets:
                 for parameter, view in bucket.views:
@@ -157,8 +157,8 @@ class GradientReducer:
         self._pass = None
 
     def abandon(self) -> None:
-        """Forget a step that will be tried again; memory that an abandoned operation may still write to is left."""
-        # A stream as well: an operation that waits for the dead holds up all that is queued after it.
+        """Discard a step that will be repeated; buffers that an abandoned operation may still write to are dropped."""
+        # Also drop the stream: an operation that waits for a dead worker blocks all that is queued after it.
         self._buckets, self._bucket_of, self._stream = [], {}, None
         self._pass, self._armed = None, False
         for parameter in self.parameters:
@@ -173,7 +173,7 @@ class GradientReducer:
         return self._pass
 
     def _make_buckets(self) -> None:
-        # Backward passes go from the last layer to the first.
+        # Backward passes run from the last layer to the first.
         for parameters in _buckets(list(reversed(self.parameters))):
             size = sum(p.numel() for p in parameters)
             first = parameters[0]
@@ -186,7 +186,7 @@ class GradientReducer:
             self._stream = torch.cuda.Stream(self.parameters[0].device)  # type: ignore[no-untyped-call]  # torch's own
 
     def _arrive(self, parameter: nn.Parameter) -> None:
-        """A gradient is complete, or, before the last backward pass, only added to."""
+        """Handle an accumulated gradient; it is complete only in the last backward pass."""
         if not self._armed:
             return
         if parameter in self._arrived:
@@ -205,7 +205,7 @@ class GradientReducer:
             self._launch()
 
     def _launch(self) -> None:
-        """Send off the buckets that are ready, in their fixed order: all processes must queue the same operations."""
+        """Send the ready buckets, in their fixed order: all processes must queue the same operations."""
         now = self._now
         while now.launched < len(self._buckets) and self._buckets[now.launched].ready:
             bucket = self._buckets[now.launched]
@@ -217,7 +217,7 @@ class GradientReducer:
             now.launched += 1
 
     def _merge(self, parameter: nn.Parameter, into: Tensor) -> None:
-        """Finish the tree of this process for one parameter: the last leaf with the subtrees before it."""
+        """Complete this process's tree for one parameter: add the last leaf to the subtrees before it."""
         now, index = self._now, self._index[parameter]
         gradient = parameter.grad
         if now.leaves == 0 or (gradient is None and not now.subtrees):
@@ -247,12 +247,12 @@ class GradientReducer:
 
 
 def _laid_out_as(parameter: Tensor, part: Tensor) -> Tensor:
-    """View flat memory as autograd lays out the parameter's gradients: channels last, say, where the parameter is.
+    """View a flat buffer in autograd's layout of the parameter's gradients, for example channels last.
 
-    Sums over a gradient, as for clipping, follow its layout, and must be the same with one worker as with many.
+    Sums over a gradient, as for clipping, depend on its layout, and must be the same with one worker as with many.
     """
     if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-        return part.view_as(parameter)  # The usual one; or one with gaps, whose gradients have none.
+        return part.view_as(parameter)  # Contiguous; or with gaps, which its gradients do not have.
     return part.as_strided(parameter.shape, parameter.stride())
 
 
@@ -262,20 +262,20 @@ def _hook(parameter: nn.Parameter, hook: Any) -> RemovableHandle:
 
 
 def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Add two gradients, in place where possible; a missing one counts as zeros, and two as missing."""
+    """Add two gradients, in place where possible; None counts as zeros, and the sum of two Nones is None."""
     if left is None and right is None:
         return None
     if left is None or right is None:
         found = right if left is None else left
         assert found is not None  # one of them is there
-        return found.add_(0.0)  # what adding zeros does: -0.0 becomes 0.0, here as between processes
+        return found.add_(0.0)  # same as adding zeros: -0.0 becomes 0.0, here as between processes
     return left.add_(right)
 
 
 def refuse_optimizer(name: str, optimizer: object) -> None:
-    """Raise TypeError for an optimizer that makes no single step of summed gradients, or is not one.
+    """Raise TypeError for an optimizer that does not take one step per summed gradients, or is no optimizer.
 
-    ``name`` is the one that it is registered by.
+    ``name`` is the name under which it is registered.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
@@ -322,7 +322,7 @@ def refuse_unsupported(model: nn.Module, *, consistent: bool) -> None:
 
 
 def refuse_leftovers(parameters: Sequence[nn.Parameter]) -> None:
-    """Raise RuntimeError when there are gradients from before the step: each worker would add them once more."""
+    """Raise RuntimeError if there are gradients from before the step: each worker would add them again."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients and bool(torch.stack([g.any().to(gradients[0].device) for g in gradients]).any()):
         raise RuntimeError(

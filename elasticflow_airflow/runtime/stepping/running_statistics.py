@@ -1,7 +1,8 @@
 """Buffers that a forward pass changes (BatchNorm's running statistics): one copy per logical worker, then merged.
 
-Every logical worker begins a step with the same statistics; what each makes of them is averaged, in the fixed tree
-where the result must not depend on who computed what. There, a change of any other buffer is found, to be refused.
+Every logical worker begins a step with the same statistics, and the results are averaged. In consistent mode they are
+averaged in the fixed tree, so that the result does not depend on which process computed what, and a change of any other
+buffer is detected and rejected.
 May import torch and the standard library only.
 """
 
@@ -21,25 +22,25 @@ from elasticflow_airflow.runtime.gang.process_group import WorkerGroup, sum_in_t
 from elasticflow_airflow.runtime.logical_workers import is_power_of_two
 
 _MAX_BUFFER_ELEMENTS = 1 << 20
-"""Larger buffers are masks and tables, which no forward pass changes."""
+"""Larger buffers are taken for masks and tables, which no forward pass changes."""
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model that need two values or more of each channel."""
+    """Return the layers of a model that need at least two values per channel."""
     return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 def refuse_single_values(layers: Iterable[nn.Module], message: str) -> None:
-    """Let the first forward pass raise ValueError if one sample alone has a single value of a channel in these layers.
+    """Make the first forward pass raise ValueError if a sample has a single value per channel in these layers.
 
-    Images have many values a sample: for them a batch of one is enough.
+    Images have many values per sample: for them a batch of one is sufficient.
     """
     handles: dict[int, RemovableHandle] = {}
 
     def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         handle = handles.pop(id(layer), None)
         if handle is None:
-            return  # A copy of the layer, or a pass that came together with the first.
+            return  # A copy of the layer, or a pass concurrent with the first.
         handle.remove()
         if layer.training and inputs and inputs[0].shape[2:].numel() == 1:
             raise ValueError(message)
@@ -50,7 +51,7 @@ def refuse_single_values(layers: Iterable[nn.Module], message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A buffer by its name: a forward pass may put another tensor in its place."""
+    """A buffer, referenced by name, because a forward pass may replace its tensor."""
 
     name: str
     owner: nn.Module
@@ -58,23 +59,23 @@ class _Buffer:
 
     @property
     def tensor(self) -> Tensor | None:
-        """What is there now."""
+        """The current tensor, or None."""
         buffers = self.owner._buffers
-        return buffers[self.key] if self.key in buffers else None  # noqa: SIM401  (of a scripted module: it has no get)
+        return buffers[self.key] if self.key in buffers else None  # noqa: SIM401  (a scripted module's has no get)
 
     @property
     def is_state(self) -> bool:
-        """Whether it is in checkpoints; what is not, is a cache that any worker makes anew."""
+        """Whether it is part of checkpoints; otherwise it is a cache that any worker can rebuild."""
         return self.key not in self.owner._non_persistent_buffers_set
 
     def put_back(self, tensor: Tensor) -> None:
-        """Let the module have this tensor again; a cache stays as the module made it."""
+        """Restore this tensor in the module; a cache is left as it is."""
         if self.is_state and self.tensor is not tensor:
             self.owner._buffers[self.key] = tensor
 
 
 class RunningStatistics:
-    """The statistics of one model over one step. ``tree``: merged in the fixed order; else by all-reduce."""
+    """The statistics of one model over one step, merged in the fixed order with ``tree``, else by all-reduce."""
 
     def __init__(self, model: nn.Module, *, tree: bool) -> None:
         self._tree = tree
@@ -89,7 +90,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Remember what a step begins with."""
+        """Record the statistics at the beginning of a step."""
         self._floats, self._counters, watched = [], [], []
         for buffer in self._buffers:
             tensor = buffer.tensor
@@ -106,21 +107,21 @@ class RunningStatistics:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Give the model back what the step began with: for the next logical worker, or for another attempt."""
+        """Restore the statistics of the step's beginning, for the next logical worker or another attempt."""
         for (buffer, tensor), start in zip(self._floats + self._counters, self._start, strict=True):
             buffer.put_back(tensor)
             tensor.copy_(start)
 
     def begin_again(self) -> None:
-        """Forget what logical workers made of the statistics: the step is tried again from the same start."""
+        """Discard the logical workers' statistics, to repeat the step from the same start."""
         self.reset()
         self._partial, self._counts = [], []
 
     @torch.no_grad()
     def leaf_done(self) -> None:
-        """Take one logical worker's statistics in."""
+        """Add one logical worker's statistics."""
         if self._counters:
-            # One copy from a device, not one a buffer: each makes the host wait.
+            # One copy from the device, not one per buffer: each makes the host wait.
             counters = [self._now(buffer, tensor).to(torch.int64) for buffer, tensor in self._counters]
             now = [int(count) for count in torch.stack(counters).tolist()]
             self._counts = [max(a, b) for a, b in zip(self._counts or now, now, strict=True)]
@@ -134,7 +135,7 @@ class RunningStatistics:
             self._partial.append((height, leaf))
 
     def _now(self, buffer: _Buffer, before: Tensor) -> Tensor:
-        """What a forward pass has made of a buffer that is merged."""
+        """Return the current tensor of a merged buffer; record a misfit if its shape or dtype has changed."""
         now = buffer.tensor
         if now is before or not buffer.is_state:
             return before
@@ -145,15 +146,15 @@ class RunningStatistics:
 
     @property
     def counts(self) -> list[int]:
-        """The counters (of batches) as this process's logical workers left them."""
+        """The counters (of batches) after this process's logical workers."""
         return self._counts
 
     @torch.no_grad()
     def strayed(self) -> int:
-        """The number, from 1, of a buffer that this process's logical workers have changed in vain; 0: there is none.
+        """Return the number, from 1, of a buffer that this process's logical workers changed but that is not merged.
 
-        It is not merged: the next passes would depend on who computed these. Where the order is not fixed, that is so
-        anyway, and none is told of.
+        The next passes would then depend on which worker computed these. Returns 0 if there is none, and always if the
+        order is not fixed, since the result depends on that anyway.
         """
         if not self._tree:
             return 0
@@ -161,7 +162,7 @@ class RunningStatistics:
         return 0 if found is None else self._buffers.index(found) + 1
 
     def refusal(self, number: int) -> str:
-        """Say what is wrong with a buffer that has strayed, on any worker, and how to mend it."""
+        """Return the error message for a buffer that has strayed on any worker, with advice how to fix it."""
         buffer = self._buffers[number - 1]
         tensor = buffer.tensor
         what = "" if tensor is None else f" ({tensor.dtype}, {tensor.numel()} elements)"
@@ -175,7 +176,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def merge(self, group: WorkerGroup, logical_workers: int) -> Tensor | None:
-        """Average over all logical workers; the merged statistics, for ``install``. Raises GroupBroken."""
+        """Average over all logical workers; return the merged statistics for ``install``. Raises GroupBroken."""
         if not self._floats:
             return None
         total = self._partial[-1][1].clone()
@@ -191,7 +192,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def install(self, merged: Tensor | None, counts: list[int]) -> None:
-        """Make the merged statistics the model's."""
+        """Write the merged statistics into the model."""
         if merged is not None:
             offset = 0
             if self._floats:
@@ -207,28 +208,28 @@ class RunningStatistics:
 
 
 class _Watch:
-    """Finds changes of buffers that no pass should change: masks and tables mostly, which cost nothing.
+    """Detects changes of buffers that no pass should change, mostly masks and tables, at almost no cost.
 
-    Torch counts most changes of a tensor. For those that it does not count (through ``.data``), the content is read,
-    in ever fewer steps: 1, 2, 4, 8, ... of this process.
+    Torch counts most changes of a tensor in its version. To find changes that it does not count (through ``.data``),
+    the content is hashed as well, in ever fewer steps: 1, 2, 4, 8, ... of this process.
     """
 
     def __init__(self) -> None:
         self._known: dict[_Buffer, tuple[Tensor | None, int, bytes]] = {}
-        """By buffer: what was there, how often it had been changed, and a digest of its content."""
+        """For each buffer its tensor, that tensor's version counter, and a digest of its content."""
         self._steps = 0
 
     def begin(self, buffers: list[_Buffer]) -> None:
-        """A step begins: these are watched."""
+        """Begin a step, and watch these buffers."""
         self._steps += 1
         self._known = {buffer: self._look(buffer) for buffer in buffers}
 
     def changed(self) -> _Buffer | None:
-        """The first buffer with another content than at the beginning of the step."""
+        """Return the first buffer whose content has changed since the beginning of the step, or None."""
         for buffer, before in self._known.items():
             now = self._look(buffer)
             if now[2] != before[2]:
-                return buffer  # asked again, as where a worker dies meanwhile, the answer is the same
+                return buffer  # not recorded, so that a repeated call gives the same answer
             self._known[buffer] = now
         return None
 
@@ -244,7 +245,7 @@ class _Watch:
 
 
 def _buffers_of(model: nn.Module) -> Iterator[_Buffer]:
-    """All buffers, each once, those included that are not there yet."""
+    """Yield all buffers, each once, including those that are still None."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for key, tensor in module._buffers.items():
@@ -265,6 +266,6 @@ def _digest(tensor: Tensor) -> bytes:
     digest = hashlib.sha256()
     if tensor.layout is torch.strided and not tensor.is_meta:
         add_tensor(digest, tensor)
-    else:  # Its content cannot be read like this.
+    else:  # Its content cannot be hashed this way.
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)} {id(tensor)} {tensor._version}".encode())
     return digest.digest()

@@ -1,1 +1,1 @@
-"""Where checkpoints lie, and how they are published whole or not at all."""
+"""Stores for checkpoints, which publish each one completely or not at all."""

@@ -1,4 +1,4 @@
-"""Whether a disk has room for checkpoints, found out before there is anything to lose. The standard library only."""
+"""Checks whether a disk has room for checkpoints before training starts. May import the standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elasticflow_airflow.runtime.stores.manifest import CheckpointError, list_ca
 
 
 def refuse_full_disk(checkpoints: Path, size_bytes: int) -> None:
-    """Raise CheckpointError where not even one checkpoint of this size finds room."""
+    """Raise CheckpointError if there is no room for even one checkpoint of this size."""
     free = _free_bytes(checkpoints)
     if free < size_bytes:
         raise CheckpointError(
@@ -20,7 +20,7 @@ def refuse_full_disk(checkpoints: Path, size_bytes: int) -> None:
 
 
 def lack_of_room(checkpoints: Path, size_bytes: int, keep: int) -> str | None:
-    """Say that there is room for one, but not for all those that are kept and the one that is written meanwhile."""
+    """Return a warning if there is too little room for all kept checkpoints plus the one being written, else None."""
     needed, free = (keep + 1 - len(list_candidates(checkpoints))) * size_bytes, _free_bytes(checkpoints)
     if free >= needed:
         return None

@@ -1,15 +1,15 @@
-"""The file format of checkpoints: tensors as raw bytes with a digest each, then a JSON index, then a trailer.
+"""The file format of checkpoints: tensors as raw bytes, each with a digest, then a JSON index, then a trailer.
 
 ::
 
     magic (16 bytes)
-    bytes of a tensor, zero bytes up to a multiple of 64, bytes of the next one, ...
+    bytes of a tensor, zero bytes up to a multiple of 64, bytes of the next tensor, ...
     index: JSON, {"version", "byteorder", "state", "tensors": [[numbers, dtype, shape, offset, nbytes, sha256], ...]}
-    trailer: where the index is, its SHA-256, end magic (56 bytes)
+    trailer: position of the index, its SHA-256, end magic (56 bytes)
 
-It is written from front to back, so that it can be streamed to an object store, and every byte of it is covered: by a
-tensor's digest, by the index's, or by having one legal value. Nothing in it is ever executed. Knows bytes only: which
-dtypes there are is torch's business. The standard library is all that this module may import.
+A file is written from front to back, so that it can be streamed to an object store. Every byte is checked: by a
+tensor's digest, by the digest of the index, or by having only one legal value. Nothing in it is ever executed. This
+module knows only bytes, and leaves dtypes to torch. May import the standard library only.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _TRAILER = struct.Struct("<QQ32s8s")
 
 
 class ContainerError(ValueError):
-    """A file is not a whole container; the message says what is wrong with it."""
+    """A file is not a complete container; the message states the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A tensor to be written. ``numbers``: which tensors of the state it is (several where they share memory)."""
+    """A tensor to be written. ``numbers``: which tensors of the state it is (several if they share memory)."""
 
     numbers: tuple[int, ...]
     dtype: str
@@ -47,7 +47,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A tensor in a file."""
+    """The location and digest of a tensor in a file."""
 
     numbers: tuple[int, ...]
     dtype: str
@@ -59,7 +59,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a file holds. ``state`` describes how the tensors are put together; None in all parts but the first."""
+    """The contents of a file. ``state`` describes how to reassemble the tensors; None in all parts but the first."""
 
     state: Any
     extents: tuple[Extent, ...]
@@ -68,14 +68,14 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A finished file. ``digest`` is that of the index, and through it covers every byte."""
+    """A finished file. ``digest`` is the digest of the index, and thereby covers every byte."""
 
     digest: str
     size_bytes: int
 
 
 def write(stream: BinaryIO, state: Any, blobs: Sequence[Blob]) -> Written:
-    """Write a container to a stream from front to back. Raises OSError when the stream does not take it."""
+    """Write a container to a stream from front to back. Raises OSError if the write fails."""
     stream.write(MAGIC)
     position = len(MAGIC)
     entries = []
@@ -99,9 +99,9 @@ def write(stream: BinaryIO, state: Any, blobs: Sequence[Blob]) -> Written:
 
 
 def read_index(stream: BinaryIO) -> Index:
-    """Read the index of a seekable stream, and check that it and the places that it names are sound.
+    """Read the index of a seekable stream, and check that the index and its tensor positions are valid.
 
-    The tensors' bytes are not read. Raises ContainerError.
+    The bytes of the tensors are not read. Raises ContainerError.
     """
     size = stream.seek(0, 2)
     if size < len(MAGIC) + _TRAILER.size:
@@ -139,7 +139,7 @@ def read_index(stream: BinaryIO) -> Index:
 
 
 def verify(stream: BinaryIO) -> Index:
-    """Check every byte of a seekable stream. Raises ContainerError naming the tensor that is damaged."""
+    """Check every byte of a seekable stream. Raises ContainerError naming the damaged tensor."""
     index = read_index(stream)
     names = tensor_names(index.state)
     buffer = memoryview(bytearray(CHUNK_BYTES))
@@ -158,12 +158,12 @@ def verify(stream: BinaryIO) -> Index:
 
 
 def read_into(stream: BinaryIO, extent: Extent, target: memoryview) -> None:
-    """Read a tensor's bytes and check them. Raises ContainerError when they are damaged."""
+    """Read a tensor's bytes and verify them. Raises ContainerError if they are damaged."""
     stream.seek(extent.offset)
     digest = hashlib.sha256()
     position = 0
     while position < extent.nbytes:
-        count = stream.readinto(target[position : position + CHUNK_BYTES])  # type: ignore[attr-defined]  # every file has it
+        count = stream.readinto(target[position : position + CHUNK_BYTES])  # type: ignore[attr-defined]  # not in stubs
         if not count:
             raise ContainerError(f"ends in the middle of {_name(extent, {})}")
         digest.update(target[position : position + count])
@@ -173,7 +173,7 @@ def read_into(stream: BinaryIO, extent: Extent, target: memoryview) -> None:
 
 
 def tensor_names(state: Any) -> dict[int, str]:
-    """Where each tensor is in a described state (see state_tree.py), by number: for messages."""
+    """Return the path of each tensor in a described state (see state_tree.py), by number; used in messages."""
     names: dict[int, str] = {}
     todo: list[tuple[str, Any]] = [("", state)]
     while todo:
@@ -191,7 +191,7 @@ def tensor_names(state: Any) -> dict[int, str]:
 
 
 def _check_places(extents: Sequence[Extent], end: int) -> None:
-    """Let no index claim bytes twice, leave bytes that nothing covers, or ask for more memory than the file has."""
+    """Refuse an index whose tensors overlap, leave bytes uncovered, or need more memory than the file has bytes."""
     position = len(MAGIC)
     for extent in extents:
         if extent.nbytes < 0 or any(n < 0 for n in extent.shape) or not 0 <= extent.offset - position < ALIGNMENT:

@@ -1,10 +1,10 @@
-"""Checkpoint folders: how one is published atomically, and how damage in one is found.
+"""Checkpoint folders: publishes them atomically and detects damage in them.
 
-A checkpoint is a folder of files and a ``manifest.json`` with the size and digest of each: of containers
-(file_format.py) that of the index, of other files that of the whole. It is written under a temporary name, flushed to
-disk and renamed: a folder with its final name is complete, or the disk has damaged it since, which
-:func:`verify_candidate` finds. The standard library is all that this module may import: the service, which has no
-torch, judges candidates with it.
+A checkpoint is a folder of files and a ``manifest.json`` with the size and digest of each. The digest of a container
+(file_format.py) is that of its index; the digest of any other file covers the whole file. A checkpoint is written
+under a temporary name, flushed to disk and renamed. A folder with its final name is therefore complete, unless the disk
+has damaged it since, which :func:`verify_candidate` detects. May import the standard library only: the service, which
+has no torch, verifies candidates with it.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from elasticflow_airflow.runtime.stores.retrying import retried
 
 FORMAT = 2
 READABLE_FORMATS = (1, 2)
-"""In format 1 no file is a container: weights and the rest are files of ``torch.save``."""
+"""In format 1 no file is a container: weights and the rest are files written by ``torch.save``."""
 MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".writing-"
 _REPLACED_SUFFIX = ".replaced"
 _CHUNK_BYTES = 1 << 20
 _LARGEST_BYTES = 1 << 26
-"""Of a manifest: it is read as a whole."""
+"""Maximum size of a manifest, which is read as a whole."""
 _NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used or written; the message names the path and says what is wrong."""
+    """A checkpoint cannot be used or written; the message names the path and the problem."""
 
 
-class CheckpointUnreachable(CheckpointError):  # noqa: N818  (it is named for what it is)
-    """A checkpoint cannot be read now, which is no damage: an older one in its stead would throw training away."""
+class CheckpointUnreachable(CheckpointError):  # noqa: N818  (named after the state)
+    """A checkpoint cannot be read now, but is not damaged: using an older one instead would discard progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateInfo:
-    """A checkpoint that was verified. ``digest`` covers the manifest, and through it every byte of every file."""
+    """A verified checkpoint. ``digest`` covers the manifest, and thereby every byte of every file."""
 
     path: Path
     incarnation: int
@@ -71,28 +71,28 @@ class CandidateInfo:
 
     @property
     def name(self) -> str:
-        """Its path relative to the folder of the checkpoints."""
+        """Path of the checkpoint relative to the folder of the checkpoints."""
         return candidate_name(self.generation, self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a manifest says about a file. ``sha256`` of a container is that of its index, which covers the rest."""
+    """A manifest's entry for a file. ``sha256`` of a container is that of its index, which covers the rest."""
 
     sha256: str
     size_bytes: int
     container: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """As in the manifest."""
+        """Return the entry as it is stored in the manifest."""
         return {k: v for k, v in asdict(self).items() if v is not False}
 
 
 @contextmanager
 def writing(checkpoints: Path, generation: int, step: int) -> Iterator[Path]:
-    """Give a temporary folder to write files into; the caller publishes it with :func:`publish` before leaving.
+    """Yield a temporary folder to write files into; the caller publishes it with :func:`publish` inside the context.
 
-    Whatever goes wrong inside, the temporary folder is removed, and what was there before stays as it was.
+    On any error inside, the temporary folder is removed and existing checkpoints remain unchanged.
     """
     final = checkpoints / candidate_name(generation, step)
     try:
@@ -122,8 +122,8 @@ def publish(
 ) -> CandidateInfo:
     """Write the manifest, flush everything to disk, and give the folder its final name.
 
-    ``entries``: what is known about files already; the others are read. Raises CheckpointError when the disk does not
-    take it.
+    ``entries``: the entries of files that are already known; other files are read. Raises CheckpointError if the write
+    fails.
     """
     final = checkpoints / candidate_name(generation, step)
     try:
@@ -140,7 +140,7 @@ def publish(
         _flush(manifest)
         _flush(temporary)
         if final.exists():
-            # The same step of the same generation, written before: ours is as good, and newer.
+            # The same step of the same generation was written before: ours is equivalent and newer.
             os.replace(final, temporary.with_name(temporary.name + _REPLACED_SUFFIX))
         os.replace(temporary, final)
         _flush(final.parent)
@@ -156,8 +156,8 @@ def publish(
 def verify_candidate(path: Path, *, contents: bool = True) -> CandidateInfo:
     """Check a checkpoint folder against its manifest.
 
-    With ``contents`` every byte is read; without, names and sizes only. Raises CheckpointError naming what is damaged,
-    CheckpointUnreachable where that cannot be said now.
+    With ``contents`` every byte is read; without, only names and sizes are checked. Raises CheckpointError naming the
+    damaged file, and CheckpointUnreachable if the checkpoint cannot be read now.
     """
     try:
         if (path / MANIFEST).stat().st_size > _LARGEST_BYTES:
@@ -181,7 +181,7 @@ def verify_candidate(path: Path, *, contents: bool = True) -> CandidateInfo:
 def encode_manifest(
     files: Mapping[str, FileEntry], incarnation: int, generation: int, step: int, metadata: Mapping[str, Any]
 ) -> bytes:
-    """Make the manifest of a checkpoint. Raises ValueError for metadata that JSON cannot hold."""
+    """Return the manifest of a checkpoint. Raises ValueError for metadata that JSON cannot hold."""
     body: dict[str, Any] = {
         "format": FORMAT,
         "incarnation": incarnation,
@@ -196,12 +196,12 @@ def encode_manifest(
 
 
 def verify_patiently(path: Path) -> CandidateInfo:
-    """Verify a checkpoint folder; a read that fails is tried again for a while. Raises what that does in the end."""
+    """Verify a checkpoint folder; failed reads are retried for a while. Raises the error of the last attempt."""
     return retried(lambda: verify_candidate(path), CheckpointUnreachable)
 
 
 def decode_manifest(raw: bytes, path: Path) -> tuple[CandidateInfo, dict[str, FileEntry]]:
-    """Read the manifest of the checkpoint at ``path``. Raises CheckpointError when it is damaged or from the future."""
+    """Decode the manifest of the checkpoint at ``path``. Raises CheckpointError if damaged or of a newer format."""
     try:
         body = json.loads(raw)
         claimed = body["digest"]
@@ -252,12 +252,12 @@ def _out_of_bounds(info: CandidateInfo, files: Mapping[str, FileEntry]) -> str |
 
 
 def list_candidates(checkpoints: Path) -> list[Path]:
-    """Folders with a final name, newest last (by generation, then step)."""
+    """Return the folders with a final name, newest last (by generation, then step)."""
     return sorted(checkpoints.glob("g[0-9]*/step-[0-9]*"))
 
 
 def newest_valid(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInfo | None:
-    """Find the newest undamaged checkpoint; each damaged one on the way is skipped with a warning."""
+    """Return the newest undamaged checkpoint, or None; newer damaged ones are skipped with a warning."""
     for path in reversed(list_candidates(checkpoints)):
         try:
             return verify_candidate(path)
@@ -269,13 +269,13 @@ def newest_valid(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInf
 
 
 def promoted(checkpoints: Path, warn: Callable[[str], None], known: Promotion | None = None) -> CandidateInfo | None:
-    """Find the checkpoint to resume from: the promoted one, or, where that is damaged, the valid one before it.
+    """Return the checkpoint to resume from: the promoted one or, if that is damaged, the newest valid one before it.
 
-    Only what is not newer than the promotion counts: a candidate that nobody promoted may come from a stale
-    generation. ``known`` is what is known to be promoted whatever is found here; the newer of the two counts. Where
-    ``promoted.json`` itself is damaged, and nothing is known, the newest valid checkpoint is used. None: nothing was
-    promoted. What cannot be read is tried again for a while, and never passed over: raises CheckpointUnreachable; and
-    CheckpointError where something was promoted, and nothing of it is left: to begin again would throw it away.
+    Checkpoints newer than the promotion are ignored, because a candidate that was never promoted may come from a stale
+    generation. ``known`` is a promotion known from elsewhere; the newer of it and ``promoted.json`` applies. If
+    ``promoted.json`` is damaged and ``known`` is None, the newest valid checkpoint is used. Returns None if nothing was
+    promoted. Failed reads are retried for a while and never skipped: raises CheckpointUnreachable. Raises
+    CheckpointError if something was promoted but no usable checkpoint is left, since starting afresh would discard it.
     """
     names = [str(path.relative_to(checkpoints)) for path in list_candidates(checkpoints)]
 
@@ -283,7 +283,7 @@ def promoted(checkpoints: Path, warn: Callable[[str], None], known: Promotion | 
         try:
             return Promotion.read(checkpoints)
         except NotADirectoryError:
-            return None  # Nobody can have promoted anything there; whoever saves says what is in the way.
+            return None  # Nothing can have been promoted there; the next save reports what is in the way.
         except OSError as error:
             raise unreadable(str(promoted_path(checkpoints)), error) from error
 
@@ -305,7 +305,7 @@ def choose(
     warn: Callable[[str], None],
     known: Promotion | None = None,
 ) -> CandidateInfo | None:
-    """Choose from the candidates' names (oldest first) as :func:`promoted` says, wherever they are stored."""
+    """Choose from the candidates' names (oldest first) by the rules of :func:`promoted`, for any kind of store."""
     source, advice = f"{where}/promoted.json", "Put it back, or move promoted.json away to begin again at step 0"
     try:
         promotion = read_promotion()
@@ -329,7 +329,7 @@ def choose(
         passed_over.append(why)
         warn(why)
 
-    # The promoted one is looked for even where it is not listed: a folder that cannot be read lists nothing.
+    # Try the promoted checkpoint even if it is not listed: an unreadable folder lists nothing.
     wanted = list(names) if limit is None else [*(name for name in names if name < limit), limit]
     for name in reversed(wanted):
         try:
@@ -350,7 +350,7 @@ def choose(
 
 
 def _check_path(promotion: Promotion) -> None:
-    """Raise ValueError where a promotion's path is not that of its step."""
+    """Raise ValueError if a promotion's path is not that of its step."""
     if promotion.path != candidate_name(promotion.generation, promotion.step):
         raise ValueError(
             f"path {promotion.path!r} is not that of step {promotion.step} of generation {promotion.generation}"
@@ -358,19 +358,19 @@ def _check_path(promotion: Promotion) -> None:
 
 
 def _age(promotion: Promotion) -> tuple[int, int]:
-    """The greater, the newer."""
+    """Return a sort key that is greater for newer promotions."""
     return promotion.generation, promotion.step
 
 
 def unreadable(what: str, error: OSError) -> CheckpointError:
-    """Say that a file cannot be read: because something else is there, which is damage, or because of the machine."""
+    """Return the error for an unreadable file: damage if it is missing or something else, otherwise unreachable."""
     if error.errno in _NO_SUCH_FILE:
         return CheckpointError(f"{what} cannot be read: {error}")
     return unreachable(what, error)
 
 
 def unreachable(what: str, error: Exception) -> CheckpointUnreachable:
-    """Say that something cannot be read now, and what to do."""
+    """Return the error for something that cannot be read now, with advice."""
     if isinstance(error, PermissionError):
         advice = f"Give uid {os.getuid()}, or the keys that it uses, the right to read it"
     elif isinstance(error, OSError) and error.errno in _NO_ROOM:
@@ -384,7 +384,7 @@ def unreachable(what: str, error: Exception) -> CheckpointUnreachable:
 
 
 def promote(checkpoints: Path, info: CandidateInfo) -> None:
-    """Make a verified checkpoint the one that counts (run alone; under the service only the service does this)."""
+    """Make a verified checkpoint the promoted one (only without the service, which otherwise does this itself)."""
     promotion = Promotion(
         path=str(info.path.relative_to(checkpoints)), generation=info.generation, step=info.step, digest=info.digest
     )
@@ -392,11 +392,11 @@ def promote(checkpoints: Path, info: CandidateInfo) -> None:
 
 
 def remove_old(checkpoints: Path, keep: int) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints and the promoted one; returns what was removed."""
+    """Remove all but the newest ``keep`` checkpoints and the promoted one; returns the removed folders."""
     try:
         promotion = Promotion.read(checkpoints)
     except (ValueError, TypeError):
-        return []  # Not known which one counts: remove none.
+        return []  # The promoted one is unknown: remove none.
     kept = {checkpoints / promotion.path} if promotion else set()
     removed = [path for path in list_candidates(checkpoints)[: -keep or None] if path not in kept]
     for path in removed:
@@ -410,13 +410,13 @@ def remove_old(checkpoints: Path, keep: int) -> list[Path]:
 
 
 def newest_generation(checkpoints: Path) -> int | None:
-    """Return the highest generation that has left anything here, or None."""
+    """Return the highest generation with a folder here, or None."""
     names = (path.name[1:] for path in checkpoints.glob("g[0-9]*"))
     return max((int(name) for name in names if name.isdigit()), default=None)
 
 
 def remove_leftovers(checkpoints: Path, generation: int, *, but: Path | None = None) -> None:
-    """Remove what killed writers of this generation, or of earlier ones, left; ``but`` is being written now."""
+    """Remove leftovers of killed writers of this or earlier generations, except ``but``, which is being written."""
     newest = Path(candidate_name(generation, 0)).parent.name
     for folder in checkpoints.glob("g[0-9]*"):
         if folder.name <= newest:
@@ -424,7 +424,7 @@ def remove_leftovers(checkpoints: Path, generation: int, *, but: Path | None = N
 
 
 def _remove_leftovers(generation: Path, but: Path | None = None) -> None:
-    """Remove what a killed writer left. One checkpoint of a generation is written at a time, none of an earlier one."""
+    """Remove a killed writer's leftovers: one checkpoint of a generation is written at a time, none of earlier ones."""
     for path in generation.glob(f"{TEMPORARY_PREFIX}*"):
         if path != but:
             shutil.rmtree(path, ignore_errors=True)
@@ -479,19 +479,19 @@ def _flush(path: Path) -> None:
 
 
 def adopt(source: Path, checkpoints: Path, *, incarnation: int) -> CandidateInfo:
-    """Copy a checkpoint of an earlier incarnation into another one's folder, as what it begins with (generation 0).
+    """Copy a checkpoint of an earlier incarnation into another one's folder, as its initial checkpoint (generation 0).
 
-    Raises CheckpointError when the source is damaged, CheckpointUnreachable when it cannot be read now or the disk does
-    not take the copy. Idempotent.
+    Raises CheckpointError if the source is damaged, and CheckpointUnreachable if it cannot be read now or the copy
+    cannot be written. Idempotent.
     """
     info = verify_candidate(source)
     final = checkpoints / candidate_name(0, info.step)
     if final.exists():
-        with contextlib.suppress(CheckpointError):  # Damaged: copied again.
+        with contextlib.suppress(CheckpointError):  # Damaged: copy it again.
             return verify_candidate(final)
     try:
         return _copy(source, info, checkpoints, incarnation)
-    except (CheckpointError, OSError) as error:  # The source is whole: it is the disk that says no.
+    except (CheckpointError, OSError) as error:  # The source is intact, so the target disk failed.
         raise CheckpointUnreachable(f"checkpoint {source} could not be copied to {checkpoints}: {error}") from error
 
 

@@ -1,6 +1,6 @@
-"""Opens the store of checkpoints that a folder or a URL names.
+"""Opens the checkpoint store for a folder or a URL.
 
-May import the standard library only, and fsspec through remote.py where there is a URL.
+May import the standard library only, plus fsspec through remote.py for a URL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from elasticflow_airflow.runtime.stores.store import LocalStore, Store, is_remot
 
 
 def open_store(where: str | Path) -> Store:
-    """Open a folder or an fsspec URL. Raises CheckpointError for a URL that cannot be served, saying why."""
+    """Open a folder or an fsspec URL. Raises CheckpointError, with the reason, for a URL that cannot be used."""
     if not is_remote(where):
         return LocalStore(Path(where))
     from elasticflow_airflow.runtime.stores.remote import RemoteStore

@@ -1,7 +1,7 @@
-"""Checkpoints in an object store, or whatever else fsspec can reach by a URL: nothing counts without its manifest.
+"""Checkpoints in an object store or any other fsspec URL; checkpoints without a manifest are ignored.
 
-Interrupted uploads leave objects without a manifest (or, of multipart uploads, nothing that can be seen); they are
-removed once a newer checkpoint is promoted. May import the standard library and fsspec only.
+Interrupted uploads leave objects without a manifest (or, for multipart uploads, nothing visible); they are removed
+once a newer checkpoint is promoted. May import the standard library and fsspec only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class RemoteStore:
-    """Checkpoints behind an fsspec URL. Options (endpoints, keys) come from fsspec's and the vendors' own settings."""
+    """Checkpoints at an fsspec URL. Options (endpoints, keys) come from fsspec's and the vendors' own settings."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -88,22 +88,20 @@ class RemoteStore:
         """See Store. Leftovers of a save that was killed have no manifest; they are replaced or removed later."""
         name = candidate_name(generation, step)
         if part is None or part.rank == 0:
-            # What is written anew must not count meanwhile.
+            # A checkpoint that is being rewritten must not count as complete meanwhile.
             with _telling(self.where, step):
                 self.delete_file(f"{name}/{MANIFEST}")
         draft = _RemoteDraft(self, generation, step, part)
         try:
             yield draft
         except BaseException:
-            with contextlib.suppress(
-                Exception
-            ):  # The place may be what failed; without manifest it counts for nothing.
+            with contextlib.suppress(Exception):  # The store may be what failed; without a manifest it is ignored.
                 for file in draft.created:
                     self.delete_file(f"{name}/{file}")
             raise
 
     def candidates(self) -> list[str]:
-        """See Store. Not by ``glob``: it takes a folder that cannot be listed for an empty one."""
+        """See Store. Does not use ``glob``, which treats a folder that cannot be listed as empty."""
         self._fs.invalidate_cache()
         names = [
             f"{generation}/{step}"
@@ -136,7 +134,7 @@ class RemoteStore:
 
     @contextmanager
     def fetch(self, name: str) -> Iterator[CandidateInfo]:
-        """See Store. It is downloaded to the temporary folder of this machine (``TMPDIR``)."""
+        """See Store. The checkpoint is downloaded to the temporary folder of this machine (``TMPDIR``)."""
         where = f"{self.where}/{name}"
         raw = self.read(f"{name}/{MANIFEST}")
         if raw is None:
@@ -151,7 +149,7 @@ class RemoteStore:
             yield manifest.verify_candidate(folder)
 
     def _download(self, name: str, target: Path, size_bytes: int) -> None:
-        """Bring an object here. It is damaged where it is itself too short, not where the copy is."""
+        """Download an object. It is damaged if the object itself is too short, not if only the copy is."""
 
         def download() -> None:
             try:
@@ -161,7 +159,7 @@ class RemoteStore:
                     raise ConnectionError(f"the download of {name} broke off after {got} bytes")
             except FileNotFoundError as error:
                 self._fs.invalidate_cache()
-                self._fs.info(f"{self._root}/{name}")  # Raises the same where it is the object that is not there.
+                self._fs.info(f"{self._root}/{name}")  # Raises FileNotFoundError if the object is missing.
                 raise unreachable(f"{self.where}/{name}", OSError(*error.args)) from error
 
         try:
@@ -171,7 +169,7 @@ class RemoteStore:
             raise CheckpointError(f"checkpoint {self.where}/{folder}: {file} is missing") from error
 
     def newest_generation(self) -> int | None:
-        """See Store. What has no manifest does not count here either: it may be written over."""
+        """See Store. Checkpoints without a manifest are ignored here, too: they may be overwritten."""
         return max((int(name[1:].split("/")[0]) for name in self.candidates()), default=None)
 
     def promote(self, info: CandidateInfo) -> None:
@@ -191,16 +189,16 @@ class RemoteStore:
         retried(replace, UploadBrokeOff)
 
     def remove_old(self, keep: int) -> list[str]:
-        """See Store. Uploads that broke off, older than the promoted one, are removed too."""
+        """See Store. Interrupted uploads that are older than the promoted checkpoint are removed, too."""
         try:
             promotion = self._promotion()
         except (ValueError, TypeError):
-            return []  # Not known which one counts: remove none.
+            return []  # The promoted one is unknown: remove none.
         names = self.candidates()
         removed = [name for name in names[: -keep or None] if promotion is None or name != promotion.path]
         with _telling(self.where):
             for name in removed:
-                # The manifest first: half a checkpoint must not count.
+                # The manifest first: half a checkpoint must not count as complete.
                 self.delete_file(f"{name}/{MANIFEST}")
                 self._fs.rm(f"{self._root}/{name}", recursive=True)
             if promotion is not None:
@@ -211,21 +209,21 @@ class RemoteStore:
         return removed
 
     def open_for_writing(self, name: str) -> Any:
-        """Open an object; what was there stays until the new one is complete, where the store can do so."""
+        """Open an object for writing; the old one stays until the new one is complete, if the store supports that."""
         try:
             return self._fs.open(f"{self._root}/{name}", "wb")
         except FileNotFoundError:
-            # A file system, with folders. Not done beforehand: it would make buckets of misspelt names.
+            # A file system with folders. Not done in advance, which would create buckets for misspelt names.
             self._fs.makedirs(os.path.dirname(f"{self._root}/{name}"), exist_ok=True)
             return self._fs.open(f"{self._root}/{name}", "wb")
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small object whole."""
+        """Write a small object as a whole."""
         with self.open_for_writing(name) as stream:
             stream.write(data)
 
     def read(self, name: str) -> bytes | None:
-        """Read a small object; None where there is none. Raises CheckpointUnreachable."""
+        """Read a small object; None if it does not exist. Raises CheckpointUnreachable."""
         try:
             raw = self._reading(f"{self.where}/{name}", lambda: self._fs.cat_file(f"{self._root}/{name}"))
         except FileNotFoundError:
@@ -233,14 +231,14 @@ class RemoteStore:
         return cast(bytes, raw)
 
     def _reading(self, what: str, read: Callable[[], T]) -> T:
-        """Read, again where it fails. Raises CheckpointUnreachable, and FileNotFoundError for what is not there."""
+        """Call ``read``, with retries. Raises CheckpointUnreachable, and FileNotFoundError for a missing object."""
 
         def once() -> T:
             try:
                 return read()
             except (CheckpointError, FileNotFoundError):
                 raise
-            except Exception as error:  # Each store has errors of its own.
+            except Exception as error:  # Each store has its own error types.
                 raise unreachable(what, error) from error
 
         return retried(once, CheckpointUnreachable)
@@ -250,7 +248,7 @@ class RemoteStore:
         return None if raw is None else Promotion(**json.loads(raw))
 
     def delete_file(self, name: str) -> None:
-        """Remove an object, if it is there."""
+        """Remove an object if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{self._root}/{name}")
 
@@ -282,7 +280,7 @@ class _RemoteDraft:
             raw = manifest.encode_manifest(entries, incarnation, self._generation, self._step, metadata)
             self._store.replace(f"{self._name}/{MANIFEST}", raw)
             for rank in range(self._part.size if self._part else 0):
-                # It is whole already; what stays behind is removed with it, and to begin anew would lack these.
+                # The checkpoint is complete: leftovers are removed with it, and a retry would lack the deleted parts.
                 with contextlib.suppress(Exception):
                     self._store.delete_file(f"{self._name}/{part_name(cast(Part, self._part), rank)}")
         info, _ = manifest.decode_manifest(raw, Path(self._name))
@@ -290,12 +288,12 @@ class _RemoteDraft:
 
 
 def _is_lasting(error: Exception) -> bool:
-    """Whether trying again would not help."""
+    """Return whether a retry would not help."""
     return isinstance(error, _LASTING) or (isinstance(error, OSError) and error.errno in _LASTING_ERRNOS)
 
 
 def _made(make: Callable[[], T]) -> T:
-    """Make something in the temporary folder of this machine: there FileNotFoundError says nothing of a checkpoint."""
+    """Create something in the local temporary folder, where FileNotFoundError does not mean a missing checkpoint."""
     try:
         return make()
     except FileNotFoundError as error:
@@ -309,9 +307,9 @@ def _lay(folder: Path, raw: bytes) -> None:
 
 @contextmanager
 def _telling(where: str, writing: int | None = None) -> Iterator[None]:
-    """Say what fails as one kind of error, whatever the store: ``writing`` a step's checkpoint, or else what counts.
+    """Convert the errors of any store to CheckpointError; ``writing`` is the step of the checkpoint being written.
 
-    Raises UploadBrokeOff where another try may help.
+    Raises UploadBrokeOff if a retry of the write may help.
     """
     try:
         yield

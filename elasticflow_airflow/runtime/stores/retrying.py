@@ -1,4 +1,4 @@
-"""What may fail for a while is done again. The standard library is all that this module may import."""
+"""Retries operations that may fail temporarily. May import the standard library only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Between one try and the next; after the last one the error is raised."""
+"""Pauses between attempts, in seconds; an error after the last pause is raised."""
 
 
 def retried(do: Callable[[], T], on: type[Exception]) -> T:
-    """Return what ``do`` returns; it is called again, after growing pauses, as long as it raises ``on``."""
+    """Return the result of ``do``; retry it after growing pauses, up to a limit, while it raises ``on``."""
     for pause_s in PAUSES_S:
         try:
             return do()

@@ -1,8 +1,8 @@
-"""Where checkpoints are kept: a folder, or an fsspec URL (``s3://``, ``gs://``, ``file://``, ``memory://``).
+"""Stores for checkpoints: a folder, or an fsspec URL (``s3://``, ``gs://``, ``file://``, ``memory://``).
 
-In a folder a checkpoint appears by a rename. Object stores have none: there the manifest is written last, and what has
-no manifest does not count. Both hold the same files under the same names. The standard library is all that this module
-may import, and fsspec where a URL is given.
+In a folder a checkpoint appears by a rename. Object stores have no rename: there the manifest is written last, and a
+checkpoint without a manifest is ignored. Both hold the same files under the same names. May import the standard
+library only, plus fsspec for a URL.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One worker's part of a checkpoint that several write. ``token`` is the same for all of one save, never again.
+    """One worker's part of a checkpoint that several write. ``token`` is shared by all parts of a save, never reused.
 
-    All parts must come from equal states, as those of a session in consistent mode are: nothing here finds out whether
-    the workers' states are equal.
+    All parts must come from equal states, as in a session in consistent mode: this module does not check whether the
+    workers' states are equal.
     """
 
     rank: int
     size: int
     token: str
     sweeps: bool = False
-    """Rank 0 removes what earlier saves left: no worker begins the next one before this one is there or given up."""
+    """Rank 0 removes leftovers of earlier saves: no worker starts a save before this one is complete or abandoned."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size or not self.token.isalnum():
@@ -47,72 +47,72 @@ class Part:
 
 
 class Draft(Protocol):
-    """A checkpoint that is being written."""
+    """A checkpoint in the process of being written."""
 
     def create(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file of it, to be written from front to back."""
+        """Open a file of the checkpoint, to be written from front to back."""
         ...
 
     def publish(
         self, entries: Mapping[str, FileEntry], *, incarnation: int, metadata: Mapping[str, Any], limit_s: float
     ) -> CandidateInfo | None:
-        """Make it count; of a part: hand it in, and for rank 0, wait for the others' and make the whole count.
+        """Publish the checkpoint; for a part, submit it, and on rank 0 wait for all parts and publish the whole.
 
-        None where another worker does that. Raises CheckpointError.
+        Returns None if another worker publishes it. Raises CheckpointError.
         """
         ...
 
 
 class Store(Protocol):
-    """A place with checkpoints of one training. All names are relative: ``g000003/step-000000000120``."""
+    """A store for the checkpoints of one training. All names are relative: ``g000003/step-000000000120``."""
 
     where: str
 
     def try_writing(self) -> None:
-        """Write something where checkpoints will be, and remove it. Raises what the disk or the store says."""
+        """Write a test file where checkpoints will be stored, and remove it. Raises the error of the disk or store."""
         ...
 
     def writing(self, generation: int, step: int, part: Part | None) -> AbstractContextManager[Draft]:
-        """Begin a checkpoint; what is not published is removed at the end of the context."""
+        """Begin a checkpoint; unpublished files are removed at the end of the context."""
         ...
 
     def candidates(self) -> list[str]:
-        """Names of what counts as a whole checkpoint, oldest first."""
+        """Return the names of all complete checkpoints, oldest first."""
         ...
 
     def promoted(
         self, warn: Callable[[str], None], known: Promotion | None = None
     ) -> AbstractContextManager[CandidateInfo | None]:
-        """Find the one to resume from (see ``manifest.promoted``), verified; ``path`` is where it can be read now.
+        """Find the checkpoint to resume from (see ``manifest.promoted``), verified and readable at its ``path``.
 
-        Reads that fail are tried again for a while here, and in ``fetch``. Raises CheckpointUnreachable.
+        Failed reads are retried for a while, here and in ``fetch``. Raises CheckpointUnreachable.
         """
         ...
 
     def fetch(self, name: str) -> AbstractContextManager[CandidateInfo]:
-        """Verify one, and have it in a folder while the context lasts. Raises CheckpointError where it is damaged."""
+        """Verify a checkpoint and yield it in a folder, within the context. Raises CheckpointError if it is damaged."""
         ...
 
     def newest_generation(self) -> int | None:
-        """Return the highest generation that has left anything here, or None."""
+        """Return the highest generation with anything stored here, or None."""
         ...
 
     def promote(self, info: CandidateInfo) -> None:
-        """Make one the one that counts."""
+        """Make a checkpoint the promoted one."""
         ...
 
     def remove_old(self, keep: int) -> list[str]:
-        """Remove all but the newest ``keep`` and the promoted one."""
+        """Remove all but the newest ``keep`` checkpoints and the promoted one; returns the removed names."""
         ...
 
 
 def is_remote(where: str | Path) -> bool:
-    """Whether this is a URL, not a folder."""
+    """Return whether this is a URL, not a folder."""
     return "://" in str(where)
 
 
 def not_written(step: int, where: str, error: Exception) -> CheckpointError:
-    """Say that a disk or a store does not take a checkpoint."""
+    """Return the error for a checkpoint that could not be written to a disk or store."""
     reason = getattr(error, "strerror", None) or error
     return CheckpointError(
         f"the checkpoint of step {step} could not be written below {where}: {reason}. "
@@ -120,12 +120,12 @@ def not_written(step: int, where: str, error: Exception) -> CheckpointError:
     )
 
 
-class UploadBrokeOff(CheckpointError):  # noqa: N818  (it is named for what happened)
-    """A checkpoint could not be written to a store that may take it when it is tried again."""
+class UploadBrokeOff(CheckpointError):  # noqa: N818  (named after what happened)
+    """A checkpoint could not be written to a store, but a retry may succeed."""
 
 
 def broke_off(step: int, where: str, error: Exception) -> UploadBrokeOff:
-    """Say that a checkpoint did not get to its store: the network, or the store itself, was away."""
+    """Return the error for a checkpoint that did not reach its store because the network or the store was down."""
     return UploadBrokeOff(
         f"the checkpoint of step {step} could not be written below {where}, though it was tried again and again: "
         f"{error!r}. Look at the network and at the store; the checkpoints before stay valid."
@@ -133,7 +133,7 @@ def broke_off(step: int, where: str, error: Exception) -> UploadBrokeOff:
 
 
 def is_in_process(where: str | Path) -> bool:
-    """Whether other processes cannot see what is stored there."""
+    """Return whether other processes cannot see what is stored there."""
     return str(where).startswith("memory://")
 
 
@@ -145,7 +145,7 @@ class LocalStore:
         self.where = str(folder)
 
     def try_writing(self) -> None:
-        """See Store. The folder itself is not made yet."""
+        """See Store. The folder itself is not created yet."""
         there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         tempfile.TemporaryFile(dir=there).close()
 
@@ -244,7 +244,7 @@ class _LocalDraft:
 
 
 class _Whole:
-    """Writes all of what it is given: an unbuffered file may take less, and a buffered one would copy it all."""
+    """Writes all data of each call: an unbuffered file may write less, and a buffered file would copy everything."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -257,17 +257,17 @@ class _Whole:
 
 
 def part_name(part: Part, rank: int) -> str:
-    """Name of the file in which a worker hands in its part: what it wrote, with digests."""
+    """Return the name of the file with which a worker submits its part: the files it wrote, with digests."""
     return f"part-{rank:05d}-{part.token}.json"
 
 
 def encode_part(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
-    """What a worker hands in."""
+    """Return the JSON value with which a worker submits its part."""
     return {name: entry.to_json() for name, entry in entries.items()}
 
 
 def collect_parts(part: Part, read: Callable[[str], bytes | None], limit_s: float) -> dict[str, FileEntry]:
-    """Wait until all parts are handed in. Raises CheckpointError naming those that are missing."""
+    """Wait until all parts are submitted. Raises CheckpointError naming the missing ones."""
     until_s = time.monotonic() + limit_s
     missing = set(range(part.size))
     entries: dict[str, FileEntry] = {}

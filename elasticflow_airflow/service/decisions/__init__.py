@@ -1,1 +1,1 @@
-"""What the stages of the loop share: the rows of a pass, what is asked of the scheduler, what is written of it."""
+"""Code shared by the stages of the loop: the rows of a pass, calls to the scheduler, and storing its decisions."""

@@ -1,4 +1,4 @@
-"""Asks the scheduler and writes down what it decides: verdicts, generations, reasons. Calls no engine."""
+"""Passes events to the scheduler and records its decisions: verdicts, generations, reasons. Calls no engine."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ _DECISIONS: Mapping[Terms, AdmissionDecision] = {
 
 
 def feed(context: PassContext, event: Event | CalendarEvent) -> None:
-    """Tell the scheduler what happened and write down everything that it decides. Raises SchedulerFaultError."""
+    """Pass an event to the scheduler and record everything that it decides. Raises SchedulerFaultError."""
     context.fed.append(event)
     _write_down(context, event, lambda: context.scheduler.handle(event, context.now))
 
 
 def feed_reports(context: PassContext, reports: Sequence[ev.JobProgressed | ev.GangStarted]) -> None:
-    """Tell the scheduler what several jobs report, so that it plans once for all of them. Raises as :func:`feed`."""
+    """Pass the reports of several jobs to the scheduler, so that it plans once for all. Raises as :func:`feed`."""
     if context.singly:
         for report in reports:
             feed(context, report)
@@ -78,7 +78,8 @@ def feed_reports(context: PassContext, reports: Sequence[ev.JobProgressed | ev.G
 def feed_submitted(context: PassContext, jobs: Iterable[Job]) -> None:
     """Ask the scheduler about jobs, one by one in order, so that it plans once for all. Raises as :func:`feed`.
 
-    ``jobs`` may take its time, and end when that is over: the next is asked for when the one before is decided on.
+    ``jobs`` is consumed lazily and may stop at a time limit: the next job is requested once the previous one is
+    decided on.
     """
     if context.singly:
         for job in jobs:
@@ -98,7 +99,7 @@ def _noted(context: PassContext, jobs: Iterable[Job]) -> Iterator[Job]:
 
 
 def _write_down(context: PassContext, first: Event | CalendarEvent, decide: Callable[[], Sequence[Decision]]) -> None:
-    """Have the scheduler decide on events that it hears together, of which ``first`` stands for all."""
+    """Have the scheduler decide on a batch of events, represented by ``first`` in metrics and errors."""
     context.decided = True
     try:
         with instruments.deciding(first):
@@ -107,15 +108,15 @@ def _write_down(context: PassContext, first: Event | CalendarEvent, decide: Call
         raise
     except Exception as error:
         raise SchedulerFaultError(first) from error
-    context.wake_at = None  # The scheduler asks anew after each event.
+    context.wake_at = None  # The scheduler requests it anew after each event.
     record_all(context, decisions)
 
 
 def record_all(context: PassContext, decisions: Sequence[Decision]) -> None:
-    """Write down decisions that were made together: of each job only where it ends up.
+    """Record decisions that were made together, of each job only the last placement.
 
-    A job that gives its slots up and gets others (or the same) in one breath never stands without any. One that gets
-    the very slots that its gang trains on goes on there, and the scheduler hears that nothing has to start.
+    A job that loses its slots and gets others (or the same) in one batch is never recorded without slots. A job that
+    gets the slots that its gang trains on goes on there, and the scheduler is told that the gang has started.
     """
     changes = [(decision.job_id, i) for i, decision in enumerate(decisions) if isinstance(decision, Resize | Suspend)]
     last = dict(changes)
@@ -125,7 +126,7 @@ def record_all(context: PassContext, decisions: Sequence[Decision]) -> None:
             continue
         later = last.get(decision.job_id, i) if isinstance(decision, Wait) else i
         if later > i and isinstance(decisions[later], Resize):
-            continue  # It had waited for no time at all.
+            continue  # It gets slots in the same batch.
         if isinstance(decision, WakeMeAt):
             context.wake_at = decision.at_s
             continue
@@ -143,10 +144,10 @@ def _trains_there(context: PassContext, job_id: str) -> bool:
 
 
 def record(context: PassContext, decision: JobDecision) -> None:
-    """Write down one decision."""
+    """Record one decision."""
     row = context.live(decision.job_id)
     if row is None or row.ending:
-        return  # It is on its way out, whatever the scheduler would have liked.
+        return  # Its end is decided already, whatever the scheduler wants.
     if isinstance(decision, Admit):
         _admit(context, row, decision)
     elif isinstance(decision, Reject):
@@ -199,12 +200,12 @@ def _admit(context: PassContext, row: IncarnationRow, decision: Admit) -> None:
 
 
 def _limit_of(row: IncarnationRow) -> str:
-    """What limits its workers beside the cluster, as it was found when it was introduced; until it is decided on."""
+    """Return what limits a job's workers besides the cluster, as found at its introduction; until it is decided on."""
     return row.verdict.limit
 
 
 def _take_on(context: PassContext, row: IncarnationRow, reason: str) -> None:
-    """It has been decided on, and trains from now on, whatever it did before."""
+    """Move a job that was decided on to training, whether it was profiled or waiting before."""
     generation = context.desired(row)
     if generation is not None and generation.purpose == Purpose.PROFILE:
         generation.purpose = Purpose.TRAIN.value  # Unless a Resize follows, it simply goes on.

@@ -1,7 +1,7 @@
-"""Whose fault it is when a pass of the loop fails: jobs that the service cannot handle, told from trouble of its own.
+"""Attributes failures of a pass: to jobs that the service cannot handle, or to the service itself.
 
-A fault in what is done for one job is noted as that job's where it happens (``PassContext.on_behalf_of``). One in what
-is done for all of them together, planning, is attributed by leaving jobs out until it works. Knows no rows.
+A failure in work for one job is recorded as that job's where it happens (``PassContext.on_behalf_of``). A failure in
+work for all jobs together, planning, is attributed by leaving jobs out until it succeeds. Knows no rows.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 _MANY = 10
-"""So many jobs, and half of all, on which the very same line fails: then the line is at fault."""
+"""If the same line fails on this many jobs, and on half of all, the line is at fault."""
 _PATIENCE_S = 30.0
-"""So long such a fault is tried again before the others count for more. What the system refuses, a full disk, passes:
-it is tried again for ever."""
+"""Seconds for which such a fault is retried before its jobs are set aside, so that the others go on. Errors of the
+system (a full disk) are temporary and are retried for ever."""
 _MESSAGE_CHARACTERS = 500
 
 
 class SchedulerFaultError(Exception):
-    """The scheduler failed on an event (None: on taking over the jobs that live). ``__cause__`` says how."""
+    """The scheduler failed on an event (None: on restoring the live jobs). ``__cause__`` is the original error."""
 
     def __init__(self, event: object | None) -> None:
         super().__init__(f"the scheduler failed on {'taking over the jobs' if event is None else type(event).__name__}")
 
 
 class ServiceFaultError(Exception):
-    """A fault that is no job's, or that hits so many jobs at once that it is the service's."""
+    """A fault of the service: it belongs to no job, or hits too many jobs at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What went wrong with a job: while doing what, how, in which line of the code, and whether the system said so."""
+    """A failure on a job: what was being done, the message, the line of code, and whether it is a system error."""
 
     doing: str
     message: str
@@ -40,7 +40,7 @@ class Fault:
 
     @classmethod
     def of(cls, doing: str, error: BaseException) -> Fault:
-        """A fault out of what was raised."""
+        """Build a fault from an exception."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -54,27 +54,27 @@ class Fault:
 
 @dataclass(slots=True)
 class Faults:
-    """The jobs that this process fails on. A new process knows of none, and tries them all again."""
+    """The jobs on which this process fails. A new process starts without any and tries all jobs again."""
 
     aside: dict[str, Fault] = field(default_factory=dict)
     """Jobs that are set aside, by id."""
     new: dict[str, Fault] = field(default_factory=dict)
-    """Jobs that the pass under way failed on."""
+    """Jobs on which the current pass failed."""
     _many_since_s: dict[str, float] = field(default_factory=dict)
-    """Lines that fail on many jobs, and since when."""
+    """Lines that fail on many jobs, and since when (monotonic seconds)."""
 
     def __contains__(self, job_id: str) -> bool:
         return job_id in self.aside or job_id in self.new
 
     def note(self, job_id: str, doing: str, error: BaseException) -> None:
-        """The pass under way failed on a job; the first fault counts."""
+        """Record that the current pass failed on a job; the first fault counts."""
         self.new.setdefault(job_id, Fault.of(doing, error))
 
     def set_aside(self, jobs: int, monotonic_s: float) -> list[str]:
-        """Set those aside that the last pass failed on, of so many jobs that it looked at; returns them.
+        """Set aside the jobs on which the last pass failed, of ``jobs`` in total; return their ids.
 
-        Raises ServiceFaultError, and sets nobody aside, when the same line failed on many jobs, and not for long yet:
-        what is wrong with every task of a large DAG must not stop all others for good, nor the cancels of its own.
+        Raises ServiceFaultError, and sets no job aside, if the same line failed on many jobs, and not for long yet. A
+        fault in every task of a large DAG must not block all other jobs for good, nor the cancels of its own.
         """
         new, self.new = self.new, {}
         by_line: dict[str, list[str]] = {}
@@ -90,19 +90,19 @@ class Faults:
         return list(new)
 
     def nothing_failed(self) -> None:
-        """A pass went well: what fails on many jobs from now on is tried again before anybody is set aside."""
+        """Note that a pass succeeded: later failures on many jobs are retried again before any job is set aside."""
         self._many_since_s.clear()
 
     def lift(self, job_id: str) -> None:
-        """A job is over, and with it what was wrong with it."""
+        """Drop the fault of a job that is over."""
         self.aside.pop(job_id, None)
 
 
 def find_culprits(job_ids: Sequence[str], works: Callable[[Sequence[str]], bool]) -> list[str]:
-    """The jobs that have to be left out for something to work that is done for all of them together.
+    """Return the jobs that must be left out for an operation on all jobs together to succeed.
 
-    ``works`` tries it with some of the jobs, in their order. Of jobs that fail only together, the last is left out.
-    Takes some log2(n) tries for each that is found. Empty when it works with all of them, or fails without any.
+    ``works`` tries the operation with some of the jobs, in their order. Of jobs that fail only together, the last is
+    left out. Takes about log2(n) tries for each job found. Empty if it works with all jobs, or fails without any.
     """
     rest = list(job_ids)
     found: list[str] = []

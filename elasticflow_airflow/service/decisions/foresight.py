@@ -1,4 +1,4 @@
-"""What the scheduler has in mind, as values to keep: who holds what until when, and for whom room is kept.
+"""The scheduler's plan as plain values: which jobs hold slots until when, and for which runs room is kept.
 
 Reads a scheduler at the end of a pass of the loop; changes nothing. Pure functions over values.
 """
@@ -15,7 +15,7 @@ from elasticflow_airflow.scheduler_core.model.values import JobState, Reservatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foresight:
-    """The stored plan of all live jobs. ``slots`` are those that may be used now; times are UTC seconds."""
+    """The stored plan of all live jobs. ``slots`` is the number usable now; times are UTC seconds."""
 
     states: Mapping[str, JobState]
     planned: Mapping[str, tuple[Reservation, ...]]
@@ -24,23 +24,23 @@ class Foresight:
     slots: int
 
     def holds(self, job_id: str) -> int:
-        """How many slots the scheduler gives a job now."""
+        """Return how many slots the scheduler gives a job now."""
         state = self.states.get(job_id)
         return 0 if state is None else state.placement.workers
 
     def between(self, job_id: str, from_s: float, until_s: float) -> int:
-        """The most slots that a job holds at any moment between two times, by the plan."""
+        """Return the most slots that a job holds at any moment between two times, according to the plan."""
         held = [one.placement.workers for one in self.planned.get(job_id, ()) if overlaps(one, from_s, until_s)]
         return max(held, default=0)
 
 
 def overlaps(one: Reservation, from_s: float, until_s: float) -> bool:
-    """Whether slots are held at some moment between two times."""
+    """Return whether slots are held at some moment between two times."""
     return one.start_s < until_s and one.end_s > from_s
 
 
 def foresight_of(scheduler: Scheduler, states: Mapping[str, JobState]) -> Foresight:
-    """Look at a scheduler; ``states`` are those of its jobs, by id."""
+    """Read the plan of a scheduler; ``states`` are the states of its jobs, by id."""
     return Foresight(
         states=dict(states),
         planned={job_id: state.reserved for job_id, state in states.items()},

@@ -1,6 +1,6 @@
-"""What becomes of a job that comes after its deadline, or comes again when its deadline cannot be kept any more.
+"""Handles jobs submitted after their deadline, and retries whose deadline cannot be met any more.
 
-Rows in, rows out; asks nobody.
+Rows in, rows out; does not call the scheduler.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _TAKEN_ON = ("admitted", "renegotiated", "best_effort")
 
 
 def settle(context: PassContext, row: IncarnationRow, job: Job) -> Job | None:
-    """The job as the scheduler is to be asked about it; None: it is over, and nobody need be asked.
+    """Return the job as the scheduler is to be asked about it; None if it is over and the scheduler need not be asked.
 
-    A deadline that has passed becomes none where the submitter wants that, and where an incarnation before had been
-    taken on, so that ``on_miss`` says what a miss means. Every other is refused.
+    A deadline that has passed is dropped if the submitter wants that, or if an earlier incarnation had been accepted,
+    so that ``on_miss`` decides what a miss means. Any other job with a passed deadline is refused.
     """
     deadline_s, last_s = job.deadline_s, job.last_deadline_s
     if deadline_s is None or last_s is None:
         return job
     earlier, on_miss = _taken_on(context, row), row.submission.on_miss
     if earlier and on_miss == "finish" and job.on_reject is OnReject.FAIL and context.now < last_s:
-        # A retry may end late where the training might have; to refuse it would throw away what was trained.
+        # A retry may end late if the training might have; refusing it would throw away what was trained.
         return replace(job, on_reject=OnReject.BEST_EFFORT)
     why = f"its deadline {moment(deadline_s)} has passed already"
     policy = row.submission.on_past_deadline
@@ -54,7 +54,7 @@ def settle(context: PassContext, row: IncarnationRow, job: Job) -> Job | None:
 
 
 def as_asked(job: Job, policy: str, now: float) -> Job | None:
-    """A job that goes on from nothing, as the scheduler is asked about it; None: it is refused without being asked.
+    """Return a job as the scheduler is to be asked about it, earlier incarnations aside; None if it is refused at once.
 
     ``policy``: ``on_past_deadline`` of the submission.
     """
@@ -68,7 +68,7 @@ def as_asked(job: Job, policy: str, now: float) -> Job | None:
 
 
 def passed_already(deadline_at: float) -> str:
-    """Why a deadline before now is refused."""
+    """Return why a deadline before now is refused."""
     return f"its deadline {moment(deadline_at)} has passed already: choose a later one, or best_effort=True"
 
 
@@ -81,7 +81,7 @@ def _give_in(context: PassContext, row: IncarnationRow, why: str) -> None:
 
 
 def _taken_on(context: PassContext, row: IncarnationRow) -> list[IncarnationRow]:
-    """The incarnations that it goes on from; none where all of them were refused."""
+    """Return the incarnations that it resumes from; empty if all of them were refused."""
     found: list[IncarnationRow] = []
     before = row.resume_from
     while before is not None and (earlier := context.tx.incarnation(row.job_id, before)) is not None:

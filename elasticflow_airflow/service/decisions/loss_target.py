@@ -1,7 +1,7 @@
-"""A loss to train to, as the service sees it: when a job is expected to reach it, and what the scheduler hears of that.
+"""Target losses: predicts when a job reaches its target, and tells the scheduler how much is left.
 
-The upper bound (``steps=``, ``epochs=``) is what promises are made on; the prediction goes to the scheduler beside it.
-Rows in, rows and events out.
+Promises are based on the upper bound (``steps=``, ``epochs=``); the scheduler gets the prediction besides it. Rows in,
+rows and events out.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from elasticflow_airflow.service.store.documents.job_documents import LossTarget
 from elasticflow_airflow.service.store.tables import IncarnationRow
 
 _MATERIAL = 0.25
-"""Of what is left: a prediction that moves by more is worth a line in the event log ..."""
+"""Fraction of what is left: a prediction that moves by more is written to the event log ..."""
 _MATERIAL_OF_ALL = 0.05
-"""... if it is also more than this part of the upper bound: near the end everything is a large part of what is left."""
+"""... if it also moves by more than this fraction of the upper bound: near the end, any move is large relative to what
+is left."""
 
 
 def begin(context: PassContext, row: IncarnationRow, earlier: Mapping[str, Any] | None) -> None:
-    """A job with a target is introduced; ``earlier`` is the loss curve of this task's last run, if there is one.
+    """Set up the target of a new job; ``earlier`` is the loss curve of this task's last run, if there is one.
 
-    Until it has a curve of its own, it is expected to take as long (Optimus, EuroSys 2018, section 3.1).
+    Until it has a curve of its own, it is expected to take as long as that run (Optimus, EuroSys 2018, section 3.1).
     """
     loss = row.submission.target_loss
     if loss is None:
@@ -39,7 +40,7 @@ def begin(context: PassContext, row: IncarnationRow, earlier: Mapping[str, Any] 
 
 
 def fold(context: PassContext, row: IncarnationRow, report: Report) -> None:
-    """Take in what a progress report says of the target."""
+    """Update the target from a progress report."""
     data, target = report.data, row.target
     if target is None or "target_loss" not in data:
         return
@@ -55,7 +56,7 @@ def fold(context: PassContext, row: IncarnationRow, report: Report) -> None:
 
 
 def finished(context: PassContext, row: IncarnationRow, report: Report) -> None:
-    """The session has ended: say whether the target was reached, and forget that more was expected."""
+    """Record at the end of a session whether the target was reached, and drop the prediction."""
     data, target = report.data, row.target
     if target is None or "target_reached" not in data:
         return
@@ -74,12 +75,12 @@ def finished(context: PassContext, row: IncarnationRow, report: Report) -> None:
 
 
 def reached(row: IncarnationRow) -> bool:
-    """Whether the job ended, or is ending, because its loss was low enough."""
+    """Return whether the job ended, or is ending, because it reached its target loss."""
     return row.target is not None and bool(row.target.reached)
 
 
 def tell(context: PassContext, row: IncarnationRow, *, step: int | None = None, total: bool = False) -> None:
-    """Tell the scheduler how much is left, once the length is known. ``step``: not the row's; ``total``: both."""
+    """Tell the scheduler how much is left, if the length is known. Arguments as for :func:`progress`."""
     report = progress(row, step=step, total=total)
     if report is not None:
         feed(context, report)
@@ -88,7 +89,10 @@ def tell(context: PassContext, row: IncarnationRow, *, step: int | None = None, 
 def progress(
     row: IncarnationRow, *, step: int | None = None, speed: float | None = None, total: bool = False
 ) -> ev.JobProgressed | None:
-    """What there is to tell of how much is left; None while the length is not known."""
+    """Return the event that tells how much is left; None while the length is unknown.
+
+    ``step`` replaces the row's step, ``total`` adds the total number of steps.
+    """
     if row.total_steps is None:
         return None
     done = row.step if step is None else step
@@ -104,7 +108,7 @@ def progress(
 
 
 def _reported(report: Report) -> Prediction | None:
-    """What the session predicts. Without an error it is no prediction to plan with."""
+    """Return the session's prediction; None if it has no error estimate, as it cannot be planned with then."""
     left, error = (_number(report.data.get(name)) for name in ("steps_left", "steps_left_error"))
     if left is None or error is None or left + error <= 0.0:
         return None
@@ -115,7 +119,7 @@ def _reported(report: Report) -> Prediction | None:
 
 
 def _take(context: PassContext, row: IncarnationRow, target: LossTarget, made: Prediction | None) -> None:
-    """Keep a target with a prediction, or that there is none; say so when it is news."""
+    """Store a target with its prediction, or without one; write an event if the change is material."""
     if made is None or not math.isfinite(made.at_most()):
         row.target = replace(target.unpredicted(), told=None)
         if target.told is not None:

@@ -1,7 +1,7 @@
-"""How the next generation of a job's workers comes about: what it continues, and the row that orders it.
+"""Orders the next generation of a job's workers: which generation it continues, and its row.
 
-Rows in, rows out. Why there is a next generation is decided elsewhere: by the scheduler (``deciding.py``), or because
-workers died or a change did not come about (``rescaling.py``).
+Rows in, rows out. Whether a next generation is needed is decided elsewhere: by the scheduler (``deciding.py``), or
+because workers died or a change failed (``rescaling.py``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from elasticflow_airflow.service.store.transitions import ORDERED
 
 
 def can_continue(context: PassContext, row: IncarnationRow) -> GenerationRow | None:
-    """The generation whose workers could go on in another one without a restart; None: a restart it must be.
+    """Return the generation whose workers can go on in a new one without a restart; None if a restart is needed.
 
-    It trains, its session said at its start that it can, nobody told it to stop, and changes in place have not failed
-    too often.
+    The generation trains, its session reported at its start that it can change in place, it was not told to stop, and
+    changes in place have not failed too often.
     """
     desired, training = context.desired(row), context.training(row)
     if training is None or desired is None or desired.desired != "run" or row.ending:
@@ -32,7 +32,7 @@ def can_continue(context: PassContext, row: IncarnationRow) -> GenerationRow | N
 
 
 def unbegun_restart_of(context: PassContext, row: IncarnationRow, ordered: GenerationRow) -> GenerationRow | None:
-    """The gang that trains and was not told to leave yet, as the restart that was ordered waits for its slots."""
+    """Return the training gang if it was not told to leave yet, as the ordered restart waits for slots; else None."""
     if ordered.state != ORDERED or ordered.mode != RescaleMode.RESTART or ordered.notes.vacate:
         return None
     open_ones = [g for g in context.open_of(row) if g is not ordered and g.state != ORDERED]
@@ -43,7 +43,7 @@ def unbegun_restart_of(context: PassContext, row: IncarnationRow, ordered: Gener
 
 
 def gave_up(context: PassContext, row: IncarnationRow) -> bool:
-    """Whether changes in place have failed so often in a row that this incarnation is changed by restarts only."""
+    """Return whether so many changes in place failed in a row that this incarnation is changed by restarts only."""
     return row.in_place.failures >= context.settings.in_place_attempts
 
 
@@ -58,9 +58,10 @@ def order(
     lost: set[str] | None = None,
     own: bool = False,
 ) -> GenerationRow:
-    """Write down a new generation and make it the one that should run.
+    """Add a new generation and make it the desired one.
 
-    ``continues`` None: by a restart. ``own``: it is the service's own idea, and the scheduler hears of it once it runs.
+    ``continues`` None: start it by a restart. ``own``: the service orders it by itself, and the scheduler is told once
+    it runs.
     """
     job = context.jobs[row.job_id]
     job.generation += 1

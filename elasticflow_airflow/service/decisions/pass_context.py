@@ -1,6 +1,7 @@
-"""What one pass of the loop works on: the rows of every job that still matters, in one unit of work.
+"""The data of one pass of the loop: the rows of every job that still needs a pass, in one unit of work.
 
-Holds no rules; the modules around it do. Rows are changed in place and are stored when the unit of work is committed.
+Contains no rules; those are in the modules around it. Rows are changed in place and stored when the unit of work is
+committed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Somebody holds a slot, who is not known to the service: nothing is planned on it before ``until_s`` (UTC)."""
+    """An unknown holder of a slot: nothing is planned on the slot before ``until_s`` (UTC seconds)."""
 
     holder: str
     until_s: float
@@ -53,14 +54,14 @@ class PassContext:
     settings: ServiceSettings
     scheduler: Scheduler
     files: JobFiles
-    """What jobs have on disk where they run."""
+    """The jobs' files, where the jobs run."""
     faults: Faults
-    """What went wrong with single jobs in this pass."""
+    """Jobs that are set aside, and failures on single jobs in this pass."""
     jobs: dict[str, JobRow] = field(default_factory=dict)
     rows: list[IncarnationRow] = field(default_factory=list)
     """Incarnations in order of submission, without those that are set aside."""
     aside: list[IncarnationRow] = field(default_factory=list)
-    """Incarnations that are set aside (see ``setting_aside.py``): only they may be touched there."""
+    """Incarnations that are set aside; only ``setting_aside.py`` may change them."""
     generations: dict[tuple[str, int], GenerationRow] = field(default_factory=dict)
     """Generations of ``rows`` whose end is not handled."""
     workers: dict[tuple[str, int], tuple[WorkerObservation, ...]] = field(default_factory=dict)
@@ -68,24 +69,24 @@ class PassContext:
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Columns of the samples of this pass that are not stored yet."""
     held: Mapping[Slot, Held] = field(default_factory=dict)
-    """Slots that somebody holds whom the service does not know (see ``unknown_gangs.py``)."""
+    """Slots with a holder that the service does not know (see ``unknown_gangs.py``)."""
     amendment: AmendmentRow | None = None
-    """The one that the scheduler is asked about right now."""
+    """The amendment that the scheduler is being asked about."""
     wake_at: float | None = None
     learned: bool = False
-    """Something is known better of recurring tasks than the scheduler was told."""
+    """Whether more is known of recurring tasks than the scheduler was told."""
     fed: list[Event | CalendarEvent] = field(default_factory=list)
-    """What the scheduler heard in this pass."""
+    """Events that the scheduler got in this pass."""
     started: dict[str, tuple[int, GangStarted]] = field(default_factory=dict)
-    """Whose gangs make steps now, and of which generation, until the scheduler hears of it."""
+    """By job id: gangs that have started (generation and event), until the scheduler is told."""
     progressed: dict[str, JobProgressed] = field(default_factory=dict)
-    """What jobs report of their progress, until the scheduler hears of it."""
+    """By job id: reported progress, until the scheduler is told."""
     singly: bool = False
-    """The scheduler hears one event after the other: heard together, it failed on them, and on none alone."""
+    """Whether the scheduler gets events one at a time: it failed on them together, and on none alone."""
     decided: bool = False
-    """The scheduler heard something, or was restored."""
+    """Whether the scheduler got an event or was restored."""
     more: bool = False
-    """Some have to wait for the next pass to be decided on."""
+    """Whether some new jobs are left to the next pass."""
     _of_job: dict[str, list[IncarnationRow]] = field(default_factory=dict)
     _gangs: dict[tuple[str, int], list[GenerationRow]] = field(default_factory=dict)
 
@@ -100,7 +101,7 @@ class PassContext:
         wake_at: float | None,
         faults: Faults | None = None,
     ) -> PassContext:
-        """Take the rows that the unit of work has read."""
+        """Build a context from the rows that the unit of work has read."""
         context = cls(tx, now, settings, scheduler, files, Faults() if faults is None else faults, wake_at=wake_at)
         for job, row in tx.current_rows:
             context.jobs[job.job_id] = job
@@ -114,17 +115,17 @@ class PassContext:
 
     @contextmanager
     def on_behalf_of(self, job_id: str, doing: str) -> Iterator[None]:
-        """Whatever goes wrong in the block is the trouble of this job alone.
+        """Attribute any exception in the block to this job alone.
 
-        The job is left out of the rest of the pass; nothing of the pass is written, and the next begins without it.
-        What is wrong with the database or with the scheduler as a whole is nobody's trouble, and passes through. Of a
-        job that is set aside already it is logged: there is nothing to begin again without.
+        The job is left out of the rest of the pass; nothing of the pass is written, and the next one starts without it.
+        Errors of the database or of the scheduler as a whole belong to no job and propagate. If the job is set aside
+        already, the error is only logged: a new pass could not leave it out any further.
         """
         try:
             yield
         except (*DATABASE_AWAY, SchedulerFaultError):
             raise
-        except Exception as error:  # noqa: BLE001  (whatever it is: it must not reach the other jobs)
+        except Exception as error:  # noqa: BLE001  (no error may affect the other jobs)
             if job_id in self.faults.aside:
                 log.warning(
                     "what is done for a job that is set aside failed", job_id=job_id, doing=doing, error=repr(error)
@@ -135,45 +136,45 @@ class PassContext:
             self.generations = {key: one for key, one in self.generations.items() if key[0] != job_id}
 
     def add_generation(self, generation: GenerationRow) -> None:
-        """A new generation, whose end is not handled."""
+        """Add a new generation, whose end is not handled."""
         self.tx.add(generation)
         self.generations[generation.job_id, generation.generation] = generation
         self._gangs.setdefault((generation.job_id, generation.incarnation), []).append(generation)
 
     def live(self, job_id: str) -> IncarnationRow | None:
-        """The incarnation of a job that the scheduler may know."""
+        """Return the incarnation of a job that the scheduler may know; None if there is none."""
         if job_id in self.faults:
             return None
         return next((r for r in self._of_job.get(job_id, ()) if r.introduced and not r.terminal), None)
 
     def not_introduced(self) -> frozenset[tuple[str, int]]:
-        """Incarnations that the scheduler was not asked about yet."""
+        """Return the incarnations that the scheduler was not asked about yet."""
         return frozenset((r.job_id, r.incarnation) for r in (*self.rows, *self.aside) if not r.introduced)
 
     def incarnations_of(self, job_id: str) -> Sequence[IncarnationRow]:
-        """All incarnations of a job that still matter, in order of submission."""
+        """Return all incarnations of a job that this pass has, in order of submission."""
         return self._of_job.get(job_id, ())
 
     def row(self, job_id: str, incarnation: int) -> IncarnationRow | None:
-        """One incarnation that still matters, and is not set aside."""
+        """Return one incarnation; None if this pass does not have it, or it is set aside."""
         if job_id in self.faults:
             return None
         return next((r for r in self._of_job.get(job_id, ()) if r.incarnation == incarnation), None)
 
     def open_of(self, row: IncarnationRow) -> list[GenerationRow]:
-        """Generations of an incarnation whose end is not handled, oldest first."""
+        """Return the generations of an incarnation whose end is not handled, oldest first."""
         mine = self._gangs.get((row.job_id, row.incarnation), ())
         return sorted((g for g in mine if not g.handled), key=lambda g: g.generation)
 
     def desired(self, row: IncarnationRow) -> GenerationRow | None:
-        """The generation that should run, while its end is not handled."""
+        """Return the generation that should run; None if there is none, or its end is handled."""
         if row.desired_generation is None:
             return None
         generation = self.generations.get((row.job_id, row.desired_generation))
         return generation if generation is not None and not generation.handled else None
 
     def training(self, row: IncarnationRow) -> GenerationRow | None:
-        """The generation whose workers make steps: the desired one, or the one that it continues until it switches."""
+        """Return the generation whose workers make steps: the desired one, or its predecessor until it switches."""
         desired = self.desired(row)
         if desired is None or desired.state == GangState.RUNNING:
             return desired
@@ -183,10 +184,10 @@ class PassContext:
         return running[-1] if running and running[-1].generation < desired.generation else None
 
     def due(self, row: IncarnationRow) -> GenerationRow | None:
-        """The generation that the engine should bring about now.
+        """Return the generation that the engine should start now.
 
-        The desired one; but first one without lost workers, as those that live wait for it, and can wait for nothing
-        that has to start first.
+        This is the desired one, but an older generation that drops lost workers comes first: the survivors wait for
+        it, and cannot wait for workers that have to start first.
         """
         desired, training = self.desired(row), self.training(row)
         if desired is None or training is None or desired.desired != "run":
@@ -199,7 +200,7 @@ class PassContext:
         return desired
 
     def lost_since(self, row: IncarnationRow, training: GenerationRow) -> set[str]:
-        """Workers of ``training``, or of changes of it that have not come about, that newer plans know to be lost."""
+        """Return the workers, of ``training`` or of unfinished changes of it, that newer generations list as lost."""
         return {
             worker_id
             for generation in self.open_of(row)
@@ -208,15 +209,15 @@ class PassContext:
         }
 
     def state_of(self, job_id: str) -> JobState | None:
-        """What the scheduler remembers of a job; None when it does not know it."""
+        """Return the scheduler's state of a job; None if it does not know the job."""
         return self.scheduler.state(job_id)
 
     def knows(self, job_id: str) -> bool:
-        """Whether the scheduler has this job."""
+        """Return whether the scheduler has this job."""
         return self.scheduler.state(job_id) is not None
 
     def knows_curve(self, row: IncarnationRow) -> bool:
-        """Whether the speed of a job was measured wherever that is worth it; else only a part of its curve is known."""
+        """Return whether the speed of a job was measured at all sizes worth it, so that its whole curve is known."""
         if not row.speeds or row.submission.scaling_curve:
             return False
         return self.scheduler.knows_curve(row.job_id)
@@ -226,7 +227,7 @@ class PassContext:
         self.tx.add_event(what, reason, row)
 
     def give_verdict(self, row: IncarnationRow, what: EventKind | EventData, verdict: StoredVerdict) -> None:
-        """Write down what was decided of a job, and the event that tells of it, with the verdict's reason."""
+        """Record the verdict on a job, and an event with the verdict's reason."""
         row.verdict = verdict
         self.tx.add_event(what, verdict.reason, row, is_verdict=True)
 
@@ -247,22 +248,22 @@ class PassContext:
         row.state_reason = reason
 
     def costs_of(self, row: IncarnationRow) -> RescaleCosts:
-        """What was measured of start-up, pause and tail; the settings' defaults for the rest."""
+        """Return the measured costs of start-up, pause and tail, and the settings' defaults for the rest."""
         return costs_from(self.settings, row.costs, row.in_place)
 
     def lived_s(self, row: IncarnationRow) -> float:
-        """How long an incarnation is there by the service's clock: nothing that its workers tell of took longer."""
+        """Return an incarnation's age by the service's clock (seconds): nothing that it reports took longer."""
         return max(0.0, self.now - row.submitted_at)
 
     @property
     def enough(self) -> Enough:
-        """When a speed counts as measured."""
+        """How much must be seen for a speed to count as measured."""
         s = self.settings
         return Enough(skip_steps=s.profile_skip_steps, steps=s.profile_steps, seconds=s.profile_s)
 
 
 def costs_from(s: ServiceSettings, measured: MeasuredCosts, in_place: InPlaceRecord) -> RescaleCosts:
-    """Costs to plan with: what was measured, else the settings' defaults. ``in_place``: how such changes went."""
+    """Return the costs to plan with: measured ones, else the settings' defaults; ``in_place`` records such changes."""
     known = measured.known()
     startup_s = known.get("startup_s", s.default_startup_s)
     least_s = known.get("startup_s", 0.0)  # of a restart, which ends with a start
@@ -277,10 +278,10 @@ def costs_from(s: ServiceSettings, measured: MeasuredCosts, in_place: InPlaceRec
 
 
 def alive(generation: GenerationRow) -> bool:
-    """Whether it may have processes."""
+    """Return whether a generation may have processes."""
     return generation.state in STANDING
 
 
 def can_be_stopped(generation: GenerationRow) -> bool:
-    """Whether the engine has something to stop: processes, or what it was told and has not begun."""
+    """Return whether the engine has something to stop: processes, or a start that it has not begun."""
     return alive(generation) or generation.state == GangState.PENDING

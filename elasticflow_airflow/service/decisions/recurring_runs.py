@@ -1,8 +1,8 @@
-"""The calendar of the service: which runs are due, which have come, and what the scheduler is told of them.
+"""The calendar of the service: tracks which runs are due and which have come, and tells the scheduler about them.
 
-Each submission may say when the next runs of its task are due, and a feed may say it of all tasks. What is due, and
-what past runs were like, is kept in the store; the scheduler is told the difference to what it knows, so that a crash
-at any point is repaired by the next pass. Rows in, rows and events out; calls no engine.
+A submission may state when the next runs of its task are due, and a feed may state it for all tasks. Due runs and facts
+about past runs are kept in the store; the scheduler is told the difference to what it knows, so that the next pass
+repairs a crash at any point. Rows in, rows and events out; calls no engine.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from elasticflow_airflow.times import moment
 
 POLICY = CalendarPolicy()
 _SAME_S = 1.0
-"""Two due times closer than this are one."""
+"""Due times closer together than this are the same run."""
 _KEPT = 50
-"""How many past runs of a task are remembered."""
+"""How many past runs of a task are kept."""
 
 
 class RecurringRuns:
-    """What this process told the scheduler: only the first pass, and one that learns something, looks at all tasks."""
+    """Keeps the scheduler's expected runs up to date; all tasks are read only in the first pass and after changes."""
 
     def __init__(self) -> None:
         self._told = False
@@ -41,17 +41,17 @@ class RecurringRuns:
         self._next_release_at: float | None = None
 
     def hear(self) -> None:
-        """Somebody has stored other due runs: the next pass looks again. For any thread."""
+        """Have the next pass read all tasks again, as other due runs were stored. For any thread."""
         self._news += 1
 
     def begin(self) -> None:
-        """The scheduler is new: it knows of nothing."""
+        """Note that the scheduler is new and knows of no runs."""
         self._told = False
 
     def keep(self, context: PassContext) -> None:
-        """Release what does not come, and tell the scheduler of what is expected."""
+        """Give up runs that did not come, and tell the scheduler which runs are expected."""
         late = self._next_release_at is not None and context.now >= self._next_release_at
-        news = self._news  # before the rows are read: what comes in between is seen in the next pass
+        news = self._news  # read before the rows, so that later news is seen in the next pass
         if self._told and not context.learned and not late and news == self._heard:
             return
         expected: dict[str, ExpectedRun] = {}
@@ -74,7 +74,7 @@ class RecurringRuns:
 
     @staticmethod
     def _look(context: PassContext, task: RecurringTaskRow) -> tuple[float, list[ExpectedRun]]:
-        """When the first run that is due is given up, and the runs of which enough is known."""
+        """Return when the first due run will be given up, and the runs of which enough is known."""
         _release(context, task)
         runs = [(due_at, _expected(context.settings, context.tx, task, due_at)) for due_at in task.due]
         first_s = min((_release_at(run, due_at) for due_at, run in runs), default=math.inf)
@@ -82,9 +82,9 @@ class RecurringRuns:
 
 
 def arrive(context: PassContext, job: JobRow, row: IncarnationRow) -> str:
-    """Note that a run was submitted; the task by which the calendar knows it, empty when it was not expected.
+    """Note that a run was submitted; return its task's key in the calendar, empty if the run was not expected.
 
-    Only the first incarnation is the run that was due: a retry, or a task that was cleared, is not.
+    Only the first incarnation counts as the due run: a retry or a cleared task does not.
     """
     dues = _next_dues(row.submission, row.submitted_at)
     task = context.tx.recurring_task(job.recurring_key)
@@ -131,9 +131,9 @@ def arrive(context: PassContext, job: JobRow, row: IncarnationRow) -> str:
 
 
 def replace_due(task: RecurringTaskRow, due_at: Iterable[float], now: float) -> bool:
-    """Take in what a timetable says at ``now`` of the runs to come, in a submission or a feed; True if that is news.
+    """Replace a task's future due times by those known at ``now`` (from a submission or feed); True if they changed.
 
-    What is due already may still come, and stays; what has come, or was given up, is not expected again.
+    Runs that are due already may still come and stay; runs that have come or were given up are not expected again.
     """
     over = [run.due_s for run in task.past]
     coming = {due for due in due_at if due > now and all(abs(due - known) > _SAME_S for known in over)}
@@ -145,12 +145,12 @@ def replace_due(task: RecurringTaskRow, due_at: Iterable[float], now: float) -> 
 
 
 def is_known(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow) -> bool:
-    """Whether enough is known of a task that slots can be kept free for its runs."""
+    """Return whether enough is known of a task to keep slots free for its runs."""
     return _expected(settings, reader, task, task.next_due_at or 0.0) is not None
 
 
 def expected_runs_of(settings: ServiceSettings, reader: Reader) -> dict[str, tuple[str, float, ExpectedRun | None]]:
-    """By run id: the task's key, when it is due, and what is known of it (None: its speed or length is not)."""
+    """Return by run id: the task's key, the due time, and the expected run (None: its speed or length is unknown)."""
     found = {}
     for task in reader.recurring_tasks():
         for due_at in task.due:
@@ -159,7 +159,7 @@ def expected_runs_of(settings: ServiceSettings, reader: Reader) -> dict[str, tup
 
 
 def _due_at(submission: JobSubmission, submitted_at: float) -> float:
-    """When a run was due, if its submission says so; it cannot be later than it was submitted."""
+    """Return when a run was due: as its submission states, but not later than it was submitted."""
     said = submission.due_at
     return submitted_at if said is None else min(said, submitted_at)
 
@@ -174,7 +174,7 @@ def _remember(task: RecurringTaskRow, run: PastRun) -> None:
 
 
 def _release(context: PassContext, task: RecurringTaskRow) -> None:
-    """Give up runs that are so late that they will not come."""
+    """Give up due runs that are so late that they are not expected any more."""
     for due_at in list(task.due):
         if _release_at(_expected(context.settings, context.tx, task, due_at), due_at) > context.now:
             continue
@@ -194,7 +194,7 @@ def _release_at(run: ExpectedRun | None, due_at: float) -> float:
 
 
 def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow, due_at: float) -> ExpectedRun | None:
-    """A due run as the scheduler knows it; None while its speed or its length is not known."""
+    """Return a due run as the scheduler knows it; None while its speed or its length is unknown."""
     facts = task.facts
     past = task_history.past_of(reader.history(task.recurring_key, facts.signature))
     given = facts.scaling_curve
@@ -222,17 +222,17 @@ def _run_id(task: RecurringTaskRow, due_at: float) -> str:
 
 
 def owner_of(recurring_key: str) -> tuple[str, str]:
-    """The namespace and the DAG that a task belongs to."""
+    """Return the namespace and the DAG id of a task."""
     return task_of(recurring_key)[:2]
 
 
 def task_of(recurring_key: str) -> tuple[str, str, str]:
-    """Namespace, DAG and task id of a task, whichever of its mapped instances it is."""
+    """Return namespace, DAG id and task id of a task, without the index of a mapped instance."""
     namespace, dag_id, task_id, _ = json.loads(recurring_key)
     return str(namespace), str(dag_id), str(task_id)
 
 
 def name_of(recurring_key: str) -> str:
-    """A task as people write it."""
+    """Return the readable name of a task."""
     _, dag_id, task_id, map_index = json.loads(recurring_key)
     return f"{dag_id}.{task_id}" + (f"[{map_index}]" if map_index >= 0 else "")

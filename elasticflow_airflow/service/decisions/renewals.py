@@ -1,9 +1,9 @@
-"""Which jobs somebody has asked for lately, counted in memory: a question renews a lease, and writes nothing.
+"""In-memory counts of owners' requests for their jobs: a request renews the job's lease without writing anything.
 
-A thousand deferred tasks ask two hundred times a second, and as transactions of their own their renewals would queue
-behind the loop's. The handlers count here; the loop looks in each pass, as it does at the counts in the store, which
-submits and attachments raise. Nothing is lost with the counts when the service dies: every lease begins anew when it
-starts. Knows no rows.
+A thousand deferred tasks poll two hundred times a second; as separate transactions, their renewals would queue behind
+those of the loop. Handlers count here. The loop reads the counts in each pass, together with the counts in the store,
+which submits and attachments raise. A crash of the service loses nothing, as every lease starts anew with the service.
+Knows no rows.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections import Counter
 from collections.abc import Container
 
 Question = tuple[str, int]
-"""A job's id, and the claim of who asks."""
+"""A job's id, and the caller's claim."""
 
 
 class Renewals:
-    """How often each incarnation of a job was asked for since the service started. Thread-safe."""
+    """Counts requests per incarnation since the service started. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._lock = threading.Lock()
 
     def add(self, job_id: str, incarnation: int) -> None:
-        """Count that its owner has asked."""
+        """Count one request of the owner."""
         with self._lock:
             self._counts[job_id, incarnation] += 1
 
     def count(self, job_id: str, incarnation: int) -> int:
-        """How often its owner has asked: only that it changes means something."""
+        """Return the number of requests; only a change of it has a meaning."""
         with self._lock:
             return self._counts[job_id, incarnation]
 
     def keep(self, live: Container[tuple[str, int]]) -> None:
-        """Forget all others: they are over."""
+        """Drop the counts of all other incarnations, as they are over."""
         with self._lock:
             for key in [key for key in self._counts if key not in live]:
                 del self._counts[key]

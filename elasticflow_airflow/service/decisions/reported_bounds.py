@@ -1,7 +1,7 @@
-"""Holds what workers report to the bounds: what is out of them is not taken, and the job goes on.
+"""Checks workers' reports against bounds: values out of bounds are dropped, and the job goes on.
 
-Report files are written by the users' processes, so that anything may stand there. Only the fields that the service
-reads are passed on, each of the type that is expected. Pure; the event that says so is the caller's.
+Report files are written by users' processes and may contain anything. Only fields that the service reads are passed on,
+each with the expected type. Pure; the caller writes the event.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from elasticflow_airflow.runtime.protocol import Report, ReportKind
 from elasticflow_airflow.times import duration
 
 _WORKER_ID_CHARACTERS = 120
-"""What the column holds."""
+"""The width of the database column."""
 _PATH_CHARACTERS = 200
-"""The same; what a session writes has 27."""
+"""The width of the database column; a path written by a session has 27 characters."""
 _LINE_CHARACTERS = 1 << 20
-"""No line of a report file is longer; secrets have to be found in a text before it is cut."""
+"""The longest line of a report file. Texts are cut only after secrets have been redacted from them."""
 _MOST_LOSSES = 10_000
 _MOST_STEPS_LEFT = 1e15
 _PARTS = ("data_s", "compute_s", "reduce_s", "wait_s", "save_s", "other_s")
 _LASTING = {"pause_s", "window_s", *_PARTS}
 _CLOCKS_DIFFER_S = 60.0
-"""Clocks of machines differ, and jump."""
+"""Allowance for clocks of machines that differ or jump."""
 _NEEDS_STEP = (ReportKind.PROGRESS, ReportKind.CHECKPOINT, ReportKind.WORKER)
 
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A report as it may be taken in (None: not at all), and by field what was not taken of it, and why."""
+    """A report within bounds (None: it is refused as a whole), and by refused field the problem with it."""
 
     report: Report | None
     refused: Mapping[str, str]
 
 
 def within_bounds(report: Report, step: int, now: float, lived_s: float = math.inf) -> Bounded:
-    """Hold a report to the bounds. ``step`` is the last one known, ``now`` the time of the service (UTC seconds).
+    """Check a report. ``step`` is the last known step, ``now`` the time of the service (UTC seconds).
 
-    ``lived_s`` is how long its workers have lived by the service's clock: nothing of theirs took longer, and what is
-    learned of it for the next runs cannot be worse than what this run has cost.
+    ``lived_s`` is how long its workers have lived by the service's clock: no reported duration can be longer, so that
+    costs learned for the next runs are never larger than what this run has cost.
     """
     if bounds.text_problem(report.worker_id, _WORKER_ID_CHARACTERS) or bounds.count_problem(report.rank):
         return Bounded(None, {"worker_id": "this is none of the job's workers"})
@@ -78,11 +78,11 @@ def within_bounds(report: Report, step: int, now: float, lived_s: float = math.i
 
 
 _Read = Callable[[Any], tuple[Any, str | None]]
-"""Gives a value as it is taken (None: it is not, and nobody need know), and what is out of bounds, if it is."""
+"""Returns the accepted value (None: ignored), and the problem if the value is out of bounds."""
 
 
 def _number(value: Any) -> float | None:
-    """A finite number; None for anything else, as sessions write "nan" and "inf" where they know nothing."""
+    """Return a finite number; None for anything else, as sessions write "nan" and "inf" for unknown values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if isinstance(value, int) or math.isfinite(value) else None
@@ -103,7 +103,7 @@ _count, _measured = partial(_within, int), partial(_within, float)
 
 
 def _loss(value: Any) -> tuple[float | str | None, str | None]:
-    """A loss that is no number is passed on: it says that the training diverged."""
+    """Check a loss. A loss that is not finite is passed on, as it shows that the training diverged."""
     if isinstance(value, str):
         return (value, None) if value in ("nan", "inf", "-inf") else (None, None)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -113,7 +113,7 @@ def _loss(value: Any) -> tuple[float | str | None, str | None]:
 
 
 def loss_curve(value: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """A loss curve as it is taken (None: it is not), and what is out of bounds in it, if something is."""
+    """Return an accepted loss curve (None: not accepted), and the problem if something is out of bounds."""
     width = _number(value.get("width")) if isinstance(value, Mapping) else None
     losses = value.get("losses") if isinstance(value, Mapping) else None
     if width is None or not isinstance(losses, list):
@@ -171,7 +171,7 @@ def _too_fast(steps: int | None, seconds: float | None) -> str | None:
 
 
 def _seconds(value: Any) -> tuple[float | None, str | None]:
-    """A clock that was set back gives times below 0, which are none."""
+    """Check a duration. A clock that was set back yields negative times, which are ignored."""
     taken, problem = _measured(-bounds.LONGEST_S, bounds.LONGEST_S)(value)
     return (taken, problem) if taken is None or taken >= 0.0 else (None, None)
 

@@ -1,6 +1,6 @@
-"""Lets an incarnation go on from the last valid checkpoint of the one before, which did not succeed.
+"""Resumes an incarnation from the last valid checkpoint of the previous one, which did not succeed.
 
-The checkpoint is copied by the candidate service's thread, so nothing waits for it but the job itself; rows in, rows
+The candidate service copies the checkpoint in its own thread, so that only the job itself waits for it. Rows in, rows
 out.
 """
 
@@ -18,16 +18,16 @@ from elasticflow_airflow.service.store.tables import CandidateRow, IncarnationRo
 
 
 def is_ready(context: PassContext, row: IncarnationRow, candidate_service: CandidateService) -> bool:
-    """Whether it has what it goes on from, or there is nothing; else the candidate_service is asked for the copy.
+    """Return whether the checkpoint copy is there or none is needed; otherwise request it from ``candidate_service``.
 
-    A copy that cannot be made now is waited for: to begin anew instead would throw away what was trained.
+    A job waits for a copy that cannot be made now: starting from the beginning would throw away what was trained.
     """
     before = _origin(context, row)
     if before is None or before.promoted is None:
         return True
     if row.promoted is None:
         if any(copy.generation == 0 for copy in context.tx.candidates(row.job_id, row.incarnation)):
-            return True  # It was damaged.
+            return True  # The copy could not be used: start from the beginning.
         promotion = promotion_of(before)
         if promotion is None:
             _begin_anew(context, row, f"which checkpoint incarnation {before.incarnation} has left cannot be read")
@@ -35,13 +35,13 @@ def is_ready(context: PassContext, row: IncarnationRow, candidate_service: Candi
         candidate_service.ask_adopt(row.job_id, row.incarnation, before.incarnation, promotion.path)
         return False
     if row.logical_workers is not None and before.logical_workers is not None:
-        row.logical_workers = before.logical_workers  # What the checkpoint was made with.
-    row.seed = before.seed  # Theirs is the same: with another it would be another training.
+        row.logical_workers = before.logical_workers  # The number the checkpoint was trained with.
+    row.seed = before.seed  # It must stay the same: with another seed it would be a different training.
     return True
 
 
 def record(context: PassContext, looked: Sequence[Looked], candidate_service: CandidateService) -> None:
-    """Take in what became of the copies; one that nobody needs any more is deleted."""
+    """Record the results of copying; copies that are not needed any more are deleted."""
     for one in looked:
         if one.adopted is None:
             continue
@@ -72,10 +72,10 @@ def _begin_anew(context: PassContext, row: IncarnationRow, problem: str) -> None
 
 
 def _origin(context: PassContext, row: IncarnationRow) -> IncarnationRow | None:
-    """The incarnation whose checkpoint it goes on from; None where it begins anew."""
+    """Return the incarnation whose checkpoint this one resumes from; None if it starts from the beginning."""
     before = None if row.resume_from is None else context.tx.incarnation(row.job_id, row.resume_from)
     while before is not None and before.promoted is None and before.resume_from is not None:
-        before = context.tx.incarnation(row.job_id, before.resume_from)  # It ended before it had any of its own.
+        before = context.tx.incarnation(row.job_id, before.resume_from)  # It ended before its first checkpoint.
     return before
 
 

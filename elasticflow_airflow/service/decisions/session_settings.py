@@ -1,4 +1,4 @@
-"""What the workers of an incarnation are told of their training, and what is needed to repeat it alone."""
+"""The training settings that an incarnation's workers get, and what is needed to repeat the training on its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elasticflow_airflow.service.store.unit_of_work import UnitOfWork
 def session_of(
     row: IncarnationRow, settings: ServiceSettings, snapshots: Snapshots, files: JobFiles, threads: int | None = None
 ) -> SessionConfig:
-    """What to train, as the row says it now. ``threads`` is with how many it has begun, if it has."""
+    """Build the session config from the row. ``threads`` is the number that the training began with, if any."""
     submission = row.submission
     command, length = submission.command, submission.length
     return SessionConfig(
@@ -53,14 +53,14 @@ def session_of(
 
 
 def script_decides(row: IncarnationRow) -> bool:
-    """Whether the script's own number of logical workers counts: none was submitted, nor follows from what was."""
+    """Return whether the script sets the number of logical workers: the submission neither gives nor implies one."""
     asked = row.submission
     submitted = asked.logical_workers or asked.max_workers or asked.min_workers > 1
     return row.logical_workers is not None and not submitted and not row.ever_reported and row.promoted is None
 
 
 def threads_begun_with(tx: UnitOfWork, row: IncarnationRow) -> int | None:
-    """With how many threads a training has begun, here or in the incarnation that it goes on from; it keeps them."""
+    """Return the threads a training began with, here or in the incarnation it resumes from; the number is kept."""
     one: IncarnationRow | None = row
     if not row.ever_reported and row.resume_from is None:
         return None
@@ -74,7 +74,7 @@ def threads_begun_with(tx: UnitOfWork, row: IncarnationRow) -> int | None:
 
 
 def python_of(row: IncarnationRow) -> str:
-    """The interpreter of its workers."""
+    """Return the Python interpreter of the workers."""
     return row.submission.command.python or sys.executable
 
 
@@ -85,7 +85,7 @@ def trained_with(
     snapshots: Snapshots,
     files: JobFiles,
 ) -> TrainedWith | None:
-    """What decided on the weights; None: its workers have not begun to train."""
+    """Return the settings that determined the weights; None if its workers have not begun to train."""
     began = sorted((one for one in generations if one.first_step is not None), key=lambda one: one.generation)
     if not began:
         return None

@@ -1,7 +1,8 @@
-"""Jobs that the service fails on: set aside with the reason, their workers kept, so that all others are decided on.
+"""Sets aside jobs that the service fails on, with the reason and their workers kept, so that all others go on.
 
-Only what cannot fail is done for them: their workers' leases are renewed, their slots count as held, and they can be
-cancelled. A service that starts anew, or in a newer version, tries them again. Rows in, rows out; calls no engine.
+Only operations that cannot fail are done for them: their workers' leases are renewed, their slots count as held, and
+they can be cancelled. A restarted service, also of a newer version, tries them again. Rows in, rows out; calls no
+engine.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from elasticflow_airflow.service.store.transitions import ORDERED, overwrite, ov
 
 
 class OutOfBoundsError(Exception):
-    """What is stored of a job is beyond a limit, which the message names."""
+    """A stored value of a job exceeds a limit, which the message names."""
 
 
 class UnreadableGangError(Exception):
-    """The engine cannot look at a job's workers; the message says why."""
+    """The engine cannot observe a job's workers; the message gives the reason."""
 
 
 _ADVICE = (
@@ -46,9 +47,9 @@ _ADVICE = (
 
 
 def write_down(context: PassContext, secrets: Callable[[IncarnationRow], Mapping[str, str]]) -> None:
-    """Say of each job that is set aside that it is, and why; of one that this process has not failed on, nothing more.
+    """Record the reason of each job that is set aside; clear it for jobs that this process has not failed on.
 
-    ``secrets`` are the values that must not show up in messages.
+    ``secrets`` returns the values that must not appear in messages.
     """
     for row in context.aside:
         fault = context.faults.aside.get(row.job_id)
@@ -66,19 +67,19 @@ def write_down(context: PassContext, secrets: Callable[[IncarnationRow], Mapping
 def _reason(row: IncarnationRow, fault: Fault, secrets: Callable[[IncarnationRow], Mapping[str, str]]) -> str:
     try:
         return redact(str(fault), secrets(row))
-    except (ValueError, TypeError, KeyError, AttributeError):  # What was submitted may be what is wrong with it.
+    except (ValueError, TypeError, KeyError, AttributeError):  # The submission itself may be faulty.
         return f"the service failed while {fault.doing}"
 
 
 @dataclass(slots=True)
 class BoundsCheck:
-    """Sets jobs aside of which something is stored that nothing can be decided on: an older version let it in."""
+    """Sets aside jobs with stored values that cannot be decided on, accepted by an older version."""
 
     _checked: dict[tuple[str, int], StoredSubmission] = field(default_factory=dict)
-    """Submissions that are within bounds; they hardly ever change."""
+    """Submissions that were found within bounds; they hardly ever change."""
 
     def check(self, context: PassContext, observations: Sequence[GangObservation]) -> None:
-        """Look at every job that may be decided on, and at where the engine says that its workers stand."""
+        """Check every job that may be decided on, and its stored placement against the engine's observations."""
         seen = {(gang.job_id, gang.generation): gang for gang in observations}
         for row in context.rows:
             if row.terminal:
@@ -106,7 +107,7 @@ class BoundsCheck:
 
 
 def _check_placement(generation: GenerationRow, gang: GangObservation | None) -> None:
-    """Others ask whose slots these are: what is not told of one's workers would be given to somebody else."""
+    """Check a stored placement: a slot that is missing from it would be given to another job."""
     slots = placement_from_json(generation.placement).slots
     if len(set(slots)) != generation.workers:
         raise OutOfBoundsError(
@@ -121,7 +122,7 @@ def _check_placement(generation: GenerationRow, gang: GangObservation | None) ->
 
 
 def notice_troubles(context: PassContext, observations: Sequence[GangObservation]) -> None:
-    """Set jobs aside whose workers the engine cannot look at: what their scripts have made of their files, say."""
+    """Set aside jobs whose workers the engine cannot observe, for example because their scripts damaged files."""
     for gang in observations:
         if gang.trouble is not None and gang.job_id in context.jobs and gang.job_id not in context.faults:
             with context.on_behalf_of(gang.job_id, "looking at its workers"):
@@ -129,13 +130,13 @@ def notice_troubles(context: PassContext, observations: Sequence[GangObservation
 
 
 def _gangs_of(context: PassContext, observations: Sequence[GangObservation]) -> dict[tuple[str, int], GangObservation]:
-    """Their gangs, by job and generation. Hardly ever is anybody set aside, and each pass asks."""
+    """Return the gangs of jobs that are set aside, by job and generation; fast when there are none, the usual case."""
     aside = {row.job_id for row in context.aside}
     return {(gang.job_id, gang.generation): gang for gang in observations if gang.job_id in aside} if aside else {}
 
 
 def place(context: PassContext, observations: Sequence[GangObservation]) -> None:
-    """Write down where the workers of jobs that are set aside stand, as the engine says, whatever is stored."""
+    """Overwrite the stored placements of jobs that are set aside with the engine's observations."""
     seen = _gangs_of(context, observations)
     for row in context.aside:
         for generation in context.open_of(row):
@@ -146,7 +147,7 @@ def place(context: PassContext, observations: Sequence[GangObservation]) -> None
 
 
 def look_after(context: PassContext, observations: Sequence[GangObservation]) -> None:
-    """Follow the workers of jobs that are set aside, and bring those to their end that are to end."""
+    """Track the workers of jobs that are set aside, and end the jobs that are to end."""
     seen = _gangs_of(context, observations)
     for row in context.aside:
         for generation in context.open_of(row):
@@ -166,7 +167,7 @@ def look_after(context: PassContext, observations: Sequence[GangObservation]) ->
 
 
 def _end(context: PassContext, row: IncarnationRow) -> None:
-    """Of what it has reached nothing is read: that may be what the service fails on."""
+    """End a job without reading what it has reached, as that may be what the service fails on."""
     for generation in context.open_of(row):
         overwrite_generation(generation, GangState.ENDED)
         generation.outcome = GangOutcome.STOPPED.value
@@ -185,13 +186,13 @@ def _end(context: PassContext, row: IncarnationRow) -> None:
 
 
 def ended(context: PassContext) -> set[str]:
-    """Jobs that were set aside and are over: what is submitted of them next is tried like any other."""
+    """Return the jobs that were set aside and are over: their next submissions are tried like any other."""
     first = {row.job_id: row for row in reversed(context.aside) if row.set_aside is not None}
     return {job_id for job_id, row in first.items() if row.terminal}
 
 
 def held_slots(context: PassContext) -> dict[str, dict[int, str]]:
-    """Slots that their workers hold, by node and index: by whom."""
+    """Return the holders of slots that jobs set aside hold, by node id and slot index."""
     found: dict[str, dict[int, str]] = {}
     for row in context.aside:
         for generation in context.open_of(row):
@@ -202,7 +203,7 @@ def held_slots(context: PassContext) -> dict[str, dict[int, str]]:
 
 
 def slots_of(generation: GenerationRow) -> tuple[Slot, ...]:
-    """Where a gang stands; nowhere if that cannot be read, and the engine has not said it either."""
+    """Return the slots of a gang; empty if the stored placement cannot be read (and the engine reported none)."""
     try:
         return placement_from_json(generation.placement).slots
     except (TypeError, ValueError, OverflowError):
@@ -210,10 +211,10 @@ def slots_of(generation: GenerationRow) -> tuple[Slot, ...]:
 
 
 def culprits(context: PassContext, states: Sequence[JobState], fresh: Callable[[], Scheduler]) -> list[str]:
-    """The jobs (or recurring tasks) without which the scheduler would not have failed in this pass.
+    """Return the jobs (or recurring tasks) without which the scheduler would not have failed in this pass.
 
-    ``states`` are those that the last scheduler was restored from, or would be; ``fresh`` makes one without jobs. What
-    the scheduler heard in this pass is played again, with some of the jobs only.
+    ``states`` are those that the last scheduler was, or would be, restored from; ``fresh`` creates a scheduler without
+    jobs. The events that the scheduler got in this pass are replayed with subsets of the jobs.
     """
     owners = {state.job.job_id: None for state in states} | dict.fromkeys(
         owner for event in context.fed if (owner := owner_of(event)) is not None
@@ -227,7 +228,7 @@ def culprits(context: PassContext, states: Sequence[JobState], fresh: Callable[[
                 owner = owner_of(event)
                 if owner is None or owner in chosen:
                     scheduler.handle(event, context.now)
-        except Exception:  # noqa: BLE001  (that, and nothing else, is the question)
+        except Exception:  # noqa: BLE001  (whether it fails is all that is asked)
             return False
         return True
 
@@ -235,7 +236,7 @@ def culprits(context: PassContext, states: Sequence[JobState], fresh: Callable[[
 
 
 def owner_of(event: ev.Event | ev.CalendarEvent) -> str | None:
-    """The job that an event is about, or the recurring task; None: neither."""
+    """Return the job or the recurring task that an event concerns; None if there is neither."""
     match event:
         case ev.JobSubmitted():
             return event.job.job_id

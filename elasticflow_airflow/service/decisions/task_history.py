@@ -1,8 +1,8 @@
-"""What past runs of a recurring task tell the next one: its scaling curve, costs and length. Rows in, rows out.
+"""The history of a recurring task, used for its next run: scaling curve, costs and length. Rows in, rows out.
 
-Kept under the task (namespace, DAG, task, map index) and a *signature* of what makes runs comparable: device type,
-global batch size, the shares that it is cut into, and the code's entry. Arguments change from day to day and are not
-part of it.
+The history is keyed by the task (namespace, DAG, task, map index) and a *signature* of what makes runs comparable:
+device type, global batch size, its number of shares, and the entry point of the code. Arguments change from day to day
+and are not part of it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _KEPT_ERRORS = 20
 _COSTS = [cost.name for cost in fields(MeasuredCosts)]
 _MOST_ERROR = 50.0
 _LONGEST_ENTRY_BYTES = 500
-"""A longer path stands there as its digest: the signature is indexed, together with the task."""
+"""A longer entry is replaced by its digest, as the signature is indexed together with the task."""
 
 
 def signature_of(submission: JobSubmission, device_type: str, logical_workers: int | None) -> str:
-    """What makes two runs of a task comparable."""
+    """Return the signature that comparable runs of a task share."""
     entry = submission.command.script or submission.command.module or ""
     if len(json.dumps(entry)) > _LONGEST_ENTRY_BYTES:
         entry = hashlib.sha256(entry.encode(errors="surrogatepass")).hexdigest()
@@ -41,14 +41,14 @@ def signature_of(submission: JobSubmission, device_type: str, logical_workers: i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What can be believed of what past runs showed; by default nothing."""
+    """The trusted facts from past runs; by default none."""
 
     speeds: Mapping[str, float] | None = None
-    """Steps/s by workers (as text), with which a run was planned to its end: a whole curve, or a run has succeeded."""
+    """Steps/s by workers (as text), good enough to plan a whole run: the curve is complete, or a run has succeeded."""
     measured: Mapping[str, float] | None = None
-    """All speeds that any run has shown, also one that was refused: perhaps not at all sizes."""
+    """All speeds measured by any run, also by refused ones; sizes may be missing."""
     errors: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """By workers (as text), how wrong the speeds were with which the last runs were decided on, as it is stored."""
+    """By workers (as text): the stored errors of the speeds that the last runs were decided on with."""
     costs: MeasuredCosts = field(default_factory=MeasuredCosts)
     total_steps: int | None = None
     epochs: int | None = None
@@ -56,7 +56,7 @@ class Past:
 
 
 def past_of(row: HistoryRow | None) -> Past:
-    """Read what is stored of past runs. What is out of bounds, of an older version, is as if it were not there."""
+    """Read the stored history of past runs. Values out of bounds, from an older version, are ignored."""
     if row is None:
         return Past()
     speeds = _speeds(row.speeds)
@@ -113,9 +113,10 @@ def _is_speed(size: Any, speed: Any) -> bool:
 def speeds_to_plan_with(
     given: Mapping[int, float] | None, measured: Mapping[str, float] | None
 ) -> dict[str, float] | None:
-    """What past runs have measured, else the curve that the submitter gave; by workers as text. None: nothing is known.
+    """Return measured speeds, else those of the submitted curve, by workers as text; None if nothing is known.
 
-    Which sizes there are says the submitter. A size that no run has measured follows those that were, in part.
+    A submitted curve determines the sizes. The speed of a size that was not measured is partly adjusted by those that
+    were.
     """
     if not given:
         return {size: float(speed) for size, speed in measured.items()} if measured else None
@@ -127,10 +128,10 @@ def speeds_to_plan_with(
 def sigmas_of(
     past: Past, given: Mapping[int, float] | None, config: SchedulerConfig
 ) -> tuple[float | None, dict[int, float]]:
-    """How wrong the speeds of the next run may be by what past runs have shown: at other sizes, and by size.
+    """Return the expected errors (sigma) of the next run's speeds from past runs: for other sizes, and by size.
 
-    None: nobody knows. Of a curve that was given, sizes that were never measured are held to be as wrong as those that
-    were, if that is more than is assumed of any.
+    The first is None if unknown. For a submitted curve, sizes that were never measured are assumed to be as wrong as
+    the measured ones, if that is more than the default for any size.
     """
     by_size = {int(size): sigma_of_errors(errors, config) for size, errors in past.errors.items()}
     told, seen = given or {}, past.measured or {}
@@ -140,10 +141,10 @@ def sigmas_of(
 
 
 def errors_of(row: IncarnationRow, known: Mapping[str, Sequence[float]], prior: float) -> dict[str, float]:
-    """By size, how wrong the speeds were that a run was decided on with: log(measured / told), without its sign.
+    """Return by size the errors of the speeds that a run was decided on with: abs(log(measured / planned)).
 
-    The first time a size is measured, what was told may have been a guess: it has been replaced then, and what counts
-    against the next run is no more than is assumed of any.
+    When a size is measured for the first time, the planned speed may have been a guess. It has been replaced since, so
+    its error counts against the next run only up to ``prior``, which is assumed of any size.
     """
     told, measured = _speeds(row.told_speeds), _speeds(row.speeds)
     errors = {size: abs(math.log(measured[size] / told[size])) for size in told.keys() & measured.keys()}
@@ -151,14 +152,14 @@ def errors_of(row: IncarnationRow, known: Mapping[str, Sequence[float]], prior: 
 
 
 def length_of(length: Length, global_batch_size: int, past: Past) -> int | None:
-    """How many steps a run makes: as it says, else as many an epoch as the run before; None if nobody knows."""
+    """Return the steps of a run: as it states, else with the previous run's steps per epoch; None if unknown."""
     said = length.total_steps(global_batch_size)
     if said is not None or past.total_steps is None:
         return said
     if length.epochs is None and past.epochs is None:
         return past.total_steps
     if length.epochs is None or past.epochs is None:
-        return None  # The script's own length, and one that was given: neither says anything of the other.
+        return None  # A length of the script and a length in epochs: neither can be derived from the other.
     return min(bounds.MOST_COUNT, math.ceil(past.total_steps * length.epochs / past.epochs))
 
 
@@ -172,11 +173,12 @@ def remember(
     complete: bool = False,
     success: bool = False,
 ) -> None:
-    """Keep what this run has shown so far; newer numbers replace older ones of the same size.
+    """Store what this run has shown so far; newer numbers replace older ones of the same size.
 
-    ``complete``: the speeds are known at every size that is worth measuring. ``prior``: how wrong a curve is assumed to
-    be of which nobody knows.
-    How long a script says it is counts once it has succeeded: else one wrong word would keep all its later runs out.
+    ``complete``: the speeds are known at every size that is worth measuring. ``prior``: the assumed error of a curve
+    about which nothing is known.
+    The length that a script reports counts only once it has succeeded: otherwise one wrong value would make all later
+    runs be refused.
     """
     past = tx.history(job.recurring_key, row.signature)
     if past is None:

@@ -1,7 +1,7 @@
 """The HTTP API: routes, error bodies, authorization, and the stream of events. All rules are elsewhere.
 
-Every route needs the token over TCP (a Unix socket is guarded by its permissions); ``/healthz`` alone is open, and says
-nothing but that somebody listens. Error bodies never repeat what was sent.
+Over TCP every route needs the token (a Unix socket is protected by its permissions). Only ``/healthz`` is open, and it
+reveals only that the service is running. Error bodies never repeat what was sent.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ _TAR = {"schema": {"type": "string", "format": "binary"}}
 _TAR_BODY = {"requestBody": {"required": True, "content": {"application/x-tar": _TAR}}}
 _EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}, "description": "Events"}}
 _MOST_WRONG = 10
-"""A refused request is told so many of its mistakes."""
+"""The number of mistakes that a refusal lists."""
 
 
 def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None = None) -> FastAPI:
-    """The application. ``token`` None: whoever can open the socket may do everything.
+    """Build the application. ``token`` None: any client that can open the socket may do everything.
 
     ``metrics_token`` opens ``/metrics`` and nothing else.
     """
@@ -105,7 +105,7 @@ def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None 
 
 
 class TokenGuard:
-    """Lets nobody in without the token (RFC 6750), compared in constant time."""
+    """Refuses requests without the token (RFC 6750), which is compared in constant time."""
 
     def __init__(self, app: ASGIApp, token: str | None, metrics_token: str | None = None) -> None:
         self._app = app
@@ -132,13 +132,13 @@ class TokenGuard:
 
 
 class TrafficCounter:
-    """Knows when the service is idle."""
+    """Records when the service is idle."""
 
     def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
         self._app, self._traffic = app, traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a request from its beginning to its end."""
+        """Count a request as in progress until it ends."""
         if scope["type"] != "http" or scope["path"] == OWNERS_PATH:
             await self._app(scope, receive, send)
             return
@@ -177,14 +177,14 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_request: Request, _error: ClientDisconnect) -> Response:
-        return Response(status_code=408)  # Nobody reads it: he left, or was left, before he had sent all.
+        return Response(status_code=408)  # Nobody reads this: the connection ended before the whole request was sent.
 
     @app.exception_handler(SecretError)
     async def no_key(_request: Request, error: SecretError) -> JSONResponse:
         return _problem(Refusal(500, "secret_key", str(error), "whoever runs the service has to do it"))
 
     async def database_away(_request: Request, error: Exception) -> JSONResponse:
-        # Only what the driver said: the statement's parameters may be secrets.
+        # Only the driver's message: the parameters of the statement may be secrets.
         log.warning("the database could not be used", said=str(getattr(error, "orig", None) or error))
         reason = "the service cannot use its database now, and does not know whether this was stored"
         return _problem(Refusal(503, "database", reason, "it is tried again by itself; the service's log says more"))
@@ -194,20 +194,20 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def defect(_request: Request, _error: Exception) -> JSONResponse:
-        # The server logs it; its text may hold what was sent.
+        # The server logs the error; its text may contain what was sent.
         reason = "the service failed to answer"
         return _problem(Refusal(500, "internal", reason, "try again, and look at the end of the service's log"))
 
 
 def _methods_of(app: FastAPI, request: Request) -> str:
-    """What may be done with a path (RFC 9110, section 10.2.1): Starlette names the methods of one route only."""
+    """Return the allowed methods of a path (RFC 9110, section 10.2.1); Starlette names those of one route only."""
     routes = [route for route in app.routes if isinstance(route, Route)]
     there = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
     return ", ".join(sorted({method for route in there for method in route.methods or ()}))
 
 
 def _what_is_wrong(error: RequestValidationError) -> str:
-    """Only where and what: the value itself may be a secret. Names of fields are the caller's words, however long."""
+    """Describe errors without values, which may be secrets. Field names come from the caller, so they are cut, too."""
     found = error.errors()
     wrong = [
         f"{'.'.join(clean_text(str(part), NAME_CHARACTERS) for part in item['loc'] if part != 'body') or 'body'}:"
@@ -268,7 +268,7 @@ def _add_snapshots(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
             with incoming.open("wb") as file:
                 async for chunk in request.stream():
                     size += len(chunk)
-                    # A tar has headers and padding: twice the limit is enough for any that is within it.
+                    # A tar has headers and padding: twice the limit is enough for any contents within it.
                     if size > 2 * parts.snapshots.max_bytes:
                         raise Refusal(
                             413,
@@ -362,7 +362,7 @@ def _secrets_of(parts: ServiceParts, row: IncarnationRow) -> dict[str, str]:
     try:
         return hidden_values(parts.job_service.secrets, row.submission.command, row.secret_env)
     except (ValueError, TypeError, KeyError, AttributeError):
-        return {}  # What is stored of it cannot be read, and so it was never started.
+        return {}  # The stored submission cannot be read, so the job was never started.
 
 
 async def _event_stream(
@@ -372,7 +372,7 @@ async def _event_stream(
     job_id: str | None,
     gone: Callable[[], Awaitable[bool]],
 ) -> AsyncIterator[str]:
-    """Server-sent events: what is stored after ``after``, then whatever comes."""
+    """Yield server-sent events: the stored events after id ``after``, then new ones as they come."""
     changed = notifier.subscribe()
     try:
         while not await gone():

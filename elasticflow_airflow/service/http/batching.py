@@ -1,7 +1,7 @@
-"""Questions that come at the same time are answered together: with one look into the store, in one thread.
+"""Batches concurrent requests: those that arrive at the same time are answered with one query, in one thread.
 
-A thousand deferred tasks ask two hundred times a second, and a crowd at midnight wants to know what became of its jobs:
-each in a thread of its own, they would keep the interpreter from the loop that decides. Knows no rows.
+A thousand deferred tasks make two hundred requests per second, and at midnight many ask for their jobs at once. With
+one thread per request, they would take the interpreter from the loop that decides. Knows nothing of rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _AT_ONCE = 100
 
 
 class Batcher(Generic[Q, A]):
-    """Gathers the questions of the handlers of one event loop, and has them answered together.
+    """Collects the questions of the handlers of one event loop, and answers them in batches.
 
-    ``answer_all`` answers some, in order, each with an answer or with an error to raise; it is called in a thread of
-    its own, once at a time.
+    ``answer_all`` gets a batch and returns, in the same order, an answer or an error to raise for each question. It
+    runs in a thread of its own, one call at a time.
     """
 
     def __init__(self, name: str, answer_all: Callable[[Sequence[Q]], Sequence[A | Exception]]) -> None:
@@ -33,7 +33,7 @@ class Batcher(Generic[Q, A]):
         self._thread = ThreadPoolExecutor(1, name)
 
     async def ask(self, question: Q) -> A:
-        """Wait for the answer to a question. Raises the error that is its answer, and what ``answer_all`` raises."""
+        """Wait for the answer to a question. Raises the error returned for it, or what ``answer_all`` raises."""
         answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._waiting.append((question, answer))
         if self._answering is None or self._answering.done():
@@ -41,18 +41,18 @@ class Batcher(Generic[Q, A]):
         return await answer
 
     async def _answer(self) -> None:
-        """Answer until nobody waits: those who came while others were answered are the next."""
+        """Answer batches until no question waits; questions that arrive meanwhile are in the next batch."""
         loop = asyncio.get_running_loop()
         while self._waiting:
             some, self._waiting = self._waiting[:_AT_ONCE], self._waiting[_AT_ONCE:]
             found: Sequence[A | Exception]
             try:
                 found = await loop.run_in_executor(self._thread, self._answer_all, [question for question, _ in some])
-            except Exception as error:  # noqa: BLE001 - raised to each of those who asked
+            except Exception as error:  # noqa: BLE001 - raised in every handler of the batch
                 found = [error] * len(some)
             for (_, answer), what in zip(some, found, strict=True):
                 if answer.done():
-                    continue  # who asked has left
+                    continue  # the handler has gone
                 if isinstance(what, Exception):
                     answer.set_exception(what)
                 else:
@@ -60,9 +60,10 @@ class Batcher(Generic[Q, A]):
 
 
 class Watch(Generic[Q, A]):
-    """Handlers of one event loop that wait until something is stored; all are looked up together, after each change.
+    """Lets handlers of one event loop wait for stored results; all are looked up together after each change.
 
-    ``look_up`` finds what is there by now of what is waited for; it is called in a thread of its own, once at a time.
+    ``look_up`` returns those of the awaited results that exist by now. It runs in a thread of its own, one call at a
+    time.
     """
 
     def __init__(self, name: str, notifier: Notifier, look_up: Callable[[Collection[Q]], Mapping[Q, A]]) -> None:
@@ -73,13 +74,13 @@ class Watch(Generic[Q, A]):
         self._thread = ThreadPoolExecutor(1, name)
 
     async def wait(self, wanted: Q, timeout_s: float) -> A | None:
-        """Wait until it is there; None when it is not in time. Raises what ``look_up`` raises."""
+        """Wait for a result; returns None on timeout. Raises what ``look_up`` raises."""
         found: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(wanted, []).append(found)
         if self._looking is None or self._looking.done():
             self._changed = self._notifier.subscribe()
             self._looking = asyncio.create_task(self._look(self._changed))
-        self._changed.set()  # what is wanted now may be there already
+        self._changed.set()  # the result may exist already
         try:
             async with asyncio.timeout(timeout_s):
                 return await found
@@ -93,14 +94,14 @@ class Watch(Generic[Q, A]):
                 self._waiting.pop(wanted, None)
 
     async def _look(self, changed: asyncio.Event) -> None:
-        """Look after each change, until nobody waits."""
+        """Look up after each change, until no handler waits."""
         loop = asyncio.get_running_loop()
         try:
             while True:
                 changed.clear()
                 try:
                     found = await loop.run_in_executor(self._thread, self._look_up, list(self._waiting))
-                except Exception as error:  # noqa: BLE001 - raised to each of those who wait
+                except Exception as error:  # noqa: BLE001 - raised in every waiting handler
                     for one in [one for waiting in self._waiting.values() for one in waiting if not one.done()]:
                         one.set_exception(error)
                     return

@@ -1,4 +1,4 @@
-"""How much a request may send, before anything reads it."""
+"""Limits the size of request bodies, before anything reads them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_LIMIT_BYTES = 4 << 20
 LIMITS_BYTES = {"/v1/calendar": 8 << 20}
-"""Of the routes that take more: what is due in a whole Airflow."""
+"""The limits of routes that accept more, such as the due runs of a whole Airflow."""
 _OWN_LIMIT = "/v1/snapshots/"
-"""Uploads are written to disk as they come, and measured there."""
+"""Uploads are written to disk as they arrive, and are limited there."""
 
 
 class BodyLimit:
-    """Answers 413 when more comes than a route could want. Raised where it is read, so that the route ends as well."""
+    """Answers 413 when a body is too large. Raised where the body is read, so that the route ends as well."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, counting."""
+        """Pass a request on, and count the bytes of its body."""
         if scope["type"] != "http" or scope["path"].startswith(_OWN_LIMIT):
             await self._app(scope, receive, send)
             return

@@ -1,7 +1,7 @@
-"""What a connection may cost: how long the head of a request may be, and how long all of it may take to come.
+"""Limits the cost of a connection: the size of a request's head, and the time for a request to arrive.
 
-Whoever sends half a request is answered and left after seconds, so that no number of them keeps others out. Whoever
-goes on sending, however slowly a network lets him, is listened to. Knows HTTP, and nothing of what is asked.
+A client that sends half a request is refused and disconnected after seconds, so that no number of such clients blocks
+others. A client that keeps sending, over however slow a network, is served. Knows HTTP, but nothing of the routes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from elasticflow_airflow.api import Problem
 
 HEAD_LIMIT_BYTES = 64 * 1024
-"""Of the request line with all headers."""
+"""For the request line with all headers."""
 HEAD_LIMIT_S = 10.0
 BODY_LIMIT_S = 10.0
-"""A body may take so long, ..."""
+"""A body may take this long, ..."""
 BODY_LEAST_BYTES_PER_S = 500
-"""... and a second more for so many bytes that have come."""
+"""... and one second more for each this many bytes received."""
 _LINGER_S = 5.0
-"""Who was refused before he had sent all may still read why; what he sends is thrown away."""
+"""How long a client refused before it has sent everything may read the answer; what it still sends is dropped."""
 _LATE_S = 1.0
 _PIECE_BYTES = 4096
 
@@ -38,29 +38,29 @@ _WHY = {
     ),
 }
 STATUSES = tuple(_WHY)
-"""What any request may be refused with before it is known what is asked."""
+"""The statuses with which any request may be refused before its route is known."""
 
 
 class BoundedConnection(H11Protocol):
-    """One connection of a client, as uvicorn makes it for each."""
+    """One client connection; uvicorn creates one instance for each."""
 
     _timer: asyncio.TimerHandle | None = None
     _waits_since_s = 0.0
     _came_bytes = 0
     _refused = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Begin to wait for a request."""
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's signature
+        """Start to wait for a request."""
         super().connection_made(transport)
         self._wait_anew()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """Stop the timer of a closed connection."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what came, in pieces while it belongs to a head: h11 measures what it was given at once as one."""
+        """Handle received data, in pieces while it belongs to a head: h11 limits all data that it gets at once."""
         if self._refused:
             return
         before = self.conn.their_state
@@ -77,7 +77,7 @@ class BoundedConnection(H11Protocol):
             self._wait_anew()
 
     def on_response_complete(self) -> None:
-        """The answer is out; whoever has not sent all of his request is given a moment to read it."""
+        """Wait for the next request, or give a client that has not sent all of its request time to read the answer."""
         lingers = self.conn.their_state is h11.SEND_BODY
         super().on_response_complete()
         self._came_bytes = len(self.conn.trailing_data[0])
@@ -87,20 +87,20 @@ class BoundedConnection(H11Protocol):
             self._wait_anew()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        """Refuse what is no request: uvicorn's answer is the same for all that h11 does not take."""
+        """Refuse an invalid request; uvicorn's own answer is the same for everything that h11 refuses."""
         self._refuse(getattr(sys.exc_info()[1], "error_status_hint", 400))
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def _wait_anew(self) -> None:
-        """Begin to wait for what should come next, if anything should."""
+        """Restart the timer for the data that should come next, if any should."""
         self._stop_waiting()
         self._waits_since_s = self.loop.time()
         if self._limit_s() is not None and not self.transport.is_closing():
             self._timer = self.loop.call_later(self._limit_s() or 0.0, self._look, self.loop.time())
 
     def _limit_s(self) -> float | None:
-        """How long may be waited for what is missing; None: nothing is."""
+        """Return how long to wait for the missing data (seconds); None if none is missing."""
         if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
             return HEAD_LIMIT_S
         if self.conn.their_state is h11.SEND_BODY:
@@ -108,20 +108,20 @@ class BoundedConnection(H11Protocol):
         return None
 
     def _look(self, armed_at_s: float) -> None:
-        """The time is over: refuse, unless it went by for another reason."""
+        """Refuse when the time is up, unless the delay has another reason."""
         self._timer = None
         limit_s, now_s = self._limit_s(), self.loop.time()
         if limit_s is None or self.transport.is_closing():
             return
         if self.flow.read_paused or (self.cycle is not None and self.cycle.waiting_for_100_continue):
-            self._waits_since_s = now_s  # He waits for us.
+            self._waits_since_s = now_s  # The client waits for us.
         left_s = self._waits_since_s + limit_s - now_s
         if left_s <= 0 and now_s - armed_at_s > limit_s + _LATE_S:
-            left_s = _LATE_S  # This loop was away: what has come meanwhile was not read yet.
+            left_s = _LATE_S  # This event loop was blocked: data that arrived meanwhile was not read yet.
         if left_s > 0:
             self._timer = self.loop.call_later(left_s, self._look, now_s)
         elif self.conn.their_state is h11.IDLE and not self._came_bytes:
-            self.transport.close()  # He has asked for nothing.
+            self.transport.close()  # The client has sent nothing.
         else:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
 
@@ -133,7 +133,7 @@ class BoundedConnection(H11Protocol):
     # -- refusing ------------------------------------------------------------------------------------------------
 
     def _refuse(self, status: int) -> None:
-        """Answer, unless an answer is under way, and take nothing more."""
+        """Send the refusal, unless another answer has begun, and accept no more data."""
         self._refused = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             error, message, hint = _WHY.get(status, _WHY[400])
@@ -155,7 +155,7 @@ class BoundedConnection(H11Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """End the connection in a moment: closed at once while more comes, what was answered would be lost."""
+        """Close the connection after a moment: closing it while data still arrives would lose the answer."""
         self._stop_waiting()
         transport: Any = self.transport
         if self._refused and transport.can_write_eof() and not transport.is_closing():

@@ -1,7 +1,7 @@
-"""Threads for the routes, some for each kind of them, so that who asks for little never waits for who asks for much.
+"""Thread limits for the routes, one per kind of route, so that cheap requests never wait for expensive ones.
 
-Whoever finds the threads of his lane busy waits, and holds none. When too many wait, or one has waited too long, he is
-told to come again (503 with ``Retry-After``, RFC 9110, section 10.2.3), long before anything hangs.
+A request waits without a thread while all threads of its lane are busy. When too many requests wait, or one has waited
+too long, it is answered with 503 and ``Retry-After`` (RFC 9110, section 10.2.3), long before anything hangs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 _RETRY_AFTER_S = 2.0
 _UNLIMITED = CapacityLimiter(math.inf)
-"""A lane counts its threads itself: anyio keeps them."""
+"""No limit in anyio, which owns the threads: each lane counts its own."""
 
 
 class Lane:
-    """So many threads for ``what``. Used in one event loop.
+    """A limit of ``threads`` threads for ``what``. Used in one event loop.
 
-    At most ``most_waiting`` wait for one of them, each for at most ``patience_s``.
+    At most ``most_waiting`` requests wait for a thread, each for at most ``patience_s`` seconds.
     """
 
     def __init__(self, what: str, threads: int, *, most_waiting: float = 500, patience_s: float = 10.0) -> None:
@@ -36,7 +36,7 @@ class Lane:
         self._free = CapacityLimiter(threads)
 
     async def run(self, do: Callable[[], T]) -> T:
-        """Do something in one of the threads. Raises Refusal 503 when none becomes free in time."""
+        """Run a function in one of the threads. Raises Refusal 503 when none becomes free in time."""
         if self._free.statistics().tasks_waiting >= self._most_waiting:
             raise self._busy()
         turn = object()
@@ -50,7 +50,7 @@ class Lane:
             self._free.release_on_behalf_of(turn)
 
     def __call__(self, route: Callable[P, T]) -> Callable[P, Awaitable[Response]]:
-        """Have a route answered here, its answer's JSON included: a long list would keep the event loop as well."""
+        """Run a route in this lane, and encode its JSON there: encoding a long list would block the event loop."""
         given = get_type_hints(route, include_extras=True)["return"]
         kind = None if given is Response else TypeAdapter(given)
 
@@ -78,19 +78,19 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of a service. Few threads each: what they compute, they take from the loop that decides."""
+    """The lanes of a service. Each has few threads: their computing time is taken from the loop that decides."""
 
     def __init__(self) -> None:
         self.reading = Lane("what is stored", 3)
         self.changing = Lane("jobs to be taken or changed", 2)
-        """One writes at a time; the other gets ready meanwhile."""
+        """One thread writes at a time; the other prepares its request meanwhile."""
         self.pages = Lane("pages", 2, most_waiting=100)
-        """What people look at, and what reads or writes much at once."""
+        """For the pages that people view, and for requests that read or write much at once."""
         self.planning = Lane("plans of what would be", 1, most_waiting=20, patience_s=20.0)
         self.what_if = Lane("answers to what-if", 1, most_waiting=5, patience_s=20.0)
-        """Each takes seconds: nobody else waits for them."""
+        """Each answer takes seconds, so no other kind of request waits for it."""
         self.looking = Lane("looks at this machine", 2, most_waiting=20, patience_s=20.0)
-        """What waits for other processes."""
+        """For requests that wait for other processes."""
         self.unpacking = Lane("code to be unpacked", 2, most_waiting=200, patience_s=60.0)
         self.streams = Lane("events", 2, most_waiting=math.inf, patience_s=math.inf)
-        """Whoever listens to the stream of events has been answered already, and is only later."""
+        """A stream of events has been answered already; a wait only delays its events."""

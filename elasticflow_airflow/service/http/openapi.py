@@ -1,6 +1,6 @@
-"""The OpenAPI document of the HTTP API: made from the application, for the reference and for generators of clients.
+"""Makes the OpenAPI document of the HTTP API from the application, for the reference and for client generators.
 
-``python -m elasticflow_airflow.service.http.openapi`` prints it. A running service does not serve it: nothing but
+``python -m elasticflow_airflow.service.http.openapi`` prints it. A running service does not serve it: only
 ``/healthz`` answers without the token.
 """
 
@@ -22,7 +22,7 @@ from elasticflow_airflow.service.refusal import MEANINGS
 
 _OPEN = ("/healthz",)
 _ALL = (401, 500, 503)
-"""Any call may be refused so, but for the open ones."""
+"""The refusals of every call except the open ones."""
 _WITH_ARGUMENTS = (422,)
 _HEADERS = {401: "WWW-Authenticate", 503: "Retry-After"}
 _CLAIMED = {"claim": "$response.body#/claim"}
@@ -37,7 +37,7 @@ _LINKS = {
     "cancel": _CLAIMED,
     "acknowledge": _CLAIMED,
 }
-"""What can be called with the answer to a submit, by operation: the body that it takes, if it takes one."""
+"""The operations that can follow a submit, and the body that each takes (None: no body)."""
 _DESCRIPTION = (
     "What Airflow, the command line and the pages ask the elasticflow service. Times are UTC seconds, durations"
     " seconds. Every call may be repeated. Every error body is a Problem."
@@ -45,17 +45,17 @@ _DESCRIPTION = (
 
 
 class _NotRunning:
-    """Stands for the parts of a service that never runs: its routes are looked at, and never called."""
+    """Stands for the parts of a service that never runs: its routes are inspected, but never called."""
 
     engine = sqlalchemy.create_engine("sqlite://")
-    """Statements are timed on the store's engine, which must be one; this one never connects."""
+    """Statement timing needs a real engine; this one never connects."""
 
     def __getattr__(self, name: str) -> _NotRunning:
         return self
 
 
 def document() -> dict[str, Any]:
-    """Make the document: what FastAPI knows, with our error bodies and the token."""
+    """Make the document: FastAPI's own, with our error bodies and the token."""
     app = build_app(cast(ServiceParts, _NotRunning()), token=None)
     app.description = _DESCRIPTION
     for route in app.routes:
@@ -91,7 +91,7 @@ def document() -> dict[str, Any]:
 
 
 def _answers(operation: dict[str, Any], *, is_open: bool) -> dict[str, Any]:
-    """The answers of an operation: its own, and the refusals by reference."""
+    """Return the answers of an operation: its own, and references to the refusals."""
     own = {status: answer for status, answer in operation["responses"].items() if int(status) < 400}
     refusals = {int(status) for status in operation["responses"]} - {int(status) for status in own} - {422}
     refusals |= {*OF_CONNECTIONS}
@@ -103,7 +103,7 @@ def _answers(operation: dict[str, Any], *, is_open: bool) -> dict[str, Any]:
 
 
 def _never_null(schema: dict[str, Any]) -> None:
-    """A parameter that may be left out: in a path or a query nothing is null."""
+    """Remove null from the type of an optional parameter: paths and queries have no null."""
     kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
     if len(kinds) == 1:
         del schema["anyOf"]

@@ -1,4 +1,4 @@
-"""What stands in the path and the query of a request: the types of its parameters, each with its limits."""
+"""The types of path and query parameters, each with its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routes of the HTTP API work with: the parts of a running service."""
+"""The parts of a running service that the routes of the HTTP API use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elasticflow_airflow.service.store.store import Store
 
 @dataclass(frozen=True, slots=True)
 class InsightServices:
-    """Who answers what the pages ask."""
+    """The services behind the requests of the pages."""
 
     insight: InsightService
     what_if: WhatIfService
@@ -30,7 +30,7 @@ class InsightServices:
 
 @dataclass(slots=True)
 class Traffic:
-    """When somebody last asked for anything, and how many requests are under way."""
+    """The time of the last request, and the number of requests in progress."""
 
     last_monotonic_s: float = field(default_factory=time.monotonic)
     under_way: int = 0
@@ -38,7 +38,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class ServiceParts:
-    """What the routes work with. ``nodes`` and ``problems`` ask the loop."""
+    """Everything that the routes use. ``nodes`` and ``problems`` query the loop."""
 
     store: Store
     notifier: Notifier

@@ -1,6 +1,6 @@
-"""What is wrong with a parameter of a request, in our words: the limit, and what to do. Pure.
+"""Error messages for invalid request parameters: the limit, and what to do. Pure functions.
 
-Fields of a body say so themselves (``wire.fields``); what stands in a path or a query is held to limits by pydantic.
+Fields of a body have their own messages (``api.fields``); path and query parameters are validated by pydantic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KINDS = {
 
 
 def in_our_words(error: Mapping[str, Any]) -> str:
-    """What one of pydantic's errors says. Of anything but a path or a query, what it says itself."""
+    """Return our message for a pydantic error of a path or query parameter, and pydantic's own for any other."""
     kind, said = str(error["type"]), str(error["msg"])
     if error["loc"][:1] not in (("query",), ("path",)):
         return said

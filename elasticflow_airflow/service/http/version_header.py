@@ -1,4 +1,4 @@
-"""Marks every answer with the versions of the service and its API, so that a client of another one can say so."""
+"""Adds the versions of the service and its API to every answer, so that a client can report a mismatch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MARKS = [(API_HEADER.lower().encode(), API_VERSION.encode()), (VERSION_HEADER.l
 
 
 class VersionMark:
-    """Adds the headers."""
+    """Middleware that adds the headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and mark what comes back."""
+        """Pass a request on, and add the headers to its answer."""
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":

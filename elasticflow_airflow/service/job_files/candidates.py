@@ -1,7 +1,7 @@
-"""Has candidate checkpoints verified, copied and deleted by the engine, in threads of its own.
+"""Has the engine verify, copy and delete candidate checkpoints, in threads of its own.
 
-Each reads every byte, which may take seconds: the loop asks, goes on, and finds the answer in a later pass. What counts
-is decided by ``promotion.py`` and ``resuming.py``.
+Verifying reads every byte, which may take seconds: the loop asks, continues, and collects the result in a later pass.
+Which checkpoint to use is decided by ``promotion.py`` and ``resuming.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST_REST_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a look at one candidate showed. ``problem`` None: it is whole."""
+    """The result of verifying one candidate. ``problem`` is None if it is intact."""
 
     path: str
     generation: int
@@ -37,7 +37,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """What became of a copy: either ``info``, or a ``problem`` that goes away (``again``) or does not."""
+    """The result of a copy: either ``info``, or a ``problem``, which is temporary if ``again`` is True."""
 
     info: CandidateInfo | None
     problem: str = ""
@@ -46,12 +46,12 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """The outcome of one task: of a candidate, of a whole generation, of a copy, or of a deletion."""
+    """The outcome of one task: a candidate or a whole generation verified, a copy, or a deletion."""
 
     job_id: str
     incarnation: int
     generation: int | None
-    """The generation that was looked through as a whole; None for single candidates."""
+    """The generation that was verified as a whole; None for other tasks."""
     verified: tuple[Verified, ...] = ()
     deleted: tuple[str, ...] = ()
     adopted: Adopted | None = None
@@ -59,17 +59,17 @@ class Looked:
 
 @dataclass(slots=True)
 class _Failures:
-    """How often a task has failed, and when it may be tried again, in this process' monotonic time."""
+    """How often a task has failed, and when it may be retried, in monotonic seconds of this process."""
 
     count: int = 0
     again_s: float = 0.0
 
 
 class CandidateService:
-    """Runs one task at a time, and one copy beside it; asking for what is under way changes nothing.
+    """Runs one task at a time, and one copy in parallel. Asking for a task in progress has no effect.
 
-    What cannot be read is tried again, after ever longer rests, for some four minutes; then it counts as unreadable.
-    What cannot be copied is tried again for as long as somebody asks: it is all that was trained.
+    A read that fails is retried with growing delays for about four minutes; then the candidate counts as unreadable. A
+    copy that fails is retried for as long as it is asked for: the checkpoint holds all progress of the training.
     """
 
     def __init__(self, files: JobFiles, when_done: Callable[[], None]) -> None:
@@ -90,7 +90,7 @@ class CandidateService:
         self._ask(("candidate", job_id, incarnation, path), task)
 
     def ask_generation(self, job_id: str, incarnation: int, generation: int, known: frozenset[str]) -> None:
-        """Verify every candidate of an ended generation that is not ``known``, reported or not."""
+        """Verify every candidate of an ended generation that is not in ``known``, whether it was reported or not."""
 
         def task(patient: bool) -> Looked:
             found = [path for path in self._files.candidates(job_id, incarnation, generation) if path not in known]
@@ -100,7 +100,7 @@ class CandidateService:
         self._ask(("generation", job_id, generation), task)
 
     def ask_adopt(self, job_id: str, incarnation: int, earlier: int, path: str) -> None:
-        """Copy a checkpoint of an ``earlier`` incarnation, as what this one begins with."""
+        """Copy a checkpoint of an ``earlier`` incarnation, for this incarnation to start from."""
 
         def task(_patient: bool) -> Looked:
             return Looked(job_id, incarnation, None, adopted=take_over(self._files, job_id, incarnation, earlier, path))
@@ -117,9 +117,9 @@ class CandidateService:
         self._ask(("delete", job_id, incarnation, path), task)
 
     def collect(self) -> list[Looked]:
-        """Everything that is done. Call :meth:`settled` once it is stored.
+        """Return the outcomes of all finished tasks. Call :meth:`settled` once they are stored.
 
-        What failed (a folder that cannot be read or removed) is logged, and is asked for again by a later pass.
+        A failed task (a folder that cannot be read or removed) is logged; a later pass asks for it again.
         """
         looked = []
         for key, future in list(self._under_way.items()):
@@ -140,7 +140,7 @@ class CandidateService:
         return looked
 
     def _rest(self, key: tuple[object, ...]) -> None:
-        """Let it be for a while; then the loop is woken, to ask again."""
+        """Delay the retry of a failed task; the loop is woken after the delay, to ask again."""
         failures = self._failed.setdefault(key, _Failures())
         rest_s = min(_LONGEST_REST_S, 2.0**failures.count)
         failures.count += 1
@@ -159,16 +159,16 @@ class CandidateService:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way."""
+        """Whether any task is in progress or not settled."""
         return bool(self._under_way)
 
     def wait(self) -> bool:
-        """Wait until all that was asked for is done; False when nothing was."""
+        """Wait until all tasks are done; returns False if there were none."""
         wait(list(self._under_way.values()))
         return self.busy
 
     def close(self) -> None:
-        """Finish what is being read; drop the rest (it is asked for again after a restart)."""
+        """Finish the running tasks, and drop the others (they are asked for again after a restart)."""
         for pool in (self._pool, self._copies):
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -184,7 +184,7 @@ class CandidateService:
 
 
 def look(files: JobFiles, job_id: str, incarnation: int, path: str, *, patient: bool) -> Verified:
-    """Verify one candidate by its relative path. With ``patient`` it raises CheckpointUnreachable."""
+    """Verify one candidate by its relative path. Raises CheckpointUnreachable only if ``patient``."""
     match = CANDIDATE_PATH.match(path)
     if match is None:
         return Verified(path, 0, 0, "", "its path is not that of a candidate")

@@ -1,6 +1,6 @@
-"""Which worker of a gang that makes no step holds the others up, by the heartbeats of its workers.
+"""Finds the worker that blocks a gang without progress, from the heartbeats of its workers.
 
-Pure functions. What a heartbeat that is missing means nobody can tell.
+Pure functions. No conclusion is drawn from a missing heartbeat.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _WAITING = ("reduce", "wait")
 
 
 def find_hung(beats: Mapping[str, Heartbeat | None], *, limit_s: float, only_silent: bool) -> set[str]:
-    """Workers that hold up the others; empty when nobody can be singled out, or nobody would be left.
+    """Return the workers that block the others; empty if none can be singled out, or none would be left.
 
-    Whoever has been silent for ``limit_s`` while another still says that it waits. If all say something, and with
-    ``only_silent`` False: whoever computes what the others have computed long ago. The workers' clocks are compared
-    with each other only, so that a machine that slept makes nobody suspect.
+    These are the workers silent for ``limit_s`` seconds while another one still reports that it waits. If none is
+    silent, and ``only_silent`` is False, they are those that still compute while others wait. The workers' timestamps
+    are only compared with each other, so that a machine that slept makes no worker suspect.
     """
     known = {worker_id: beat for worker_id, beat in beats.items() if beat is not None}
     if len(beats) < 2 or not known:

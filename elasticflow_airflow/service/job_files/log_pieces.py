@@ -1,6 +1,6 @@
-"""Pieces of workers' logs for people: by byte offsets, in whole characters, without the secrets of their job.
+"""Reads pieces of workers' logs for display: by byte offset, in whole characters, without the secrets of their job.
 
-A secret that is cut by the border of two pieces shows in neither: beyond both ends as much is read as a secret is long.
+A secret that crosses the border of two pieces appears in neither: both ends are read with a margin as long as a secret.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from elasticflow_airflow.engines.port import LogChunk
 from elasticflow_airflow.service.secrets import worth_hiding
 
 Read = Callable[[int, int], LogChunk]
-"""From a byte offset, at most so many bytes."""
+"""Called with a byte offset and the most bytes to return."""
 
 
 def read_piece(read: Read, offset: int, limit: int, secrets: Iterable[str]) -> LogPiece:
-    """A piece of at most ``limit`` bytes of the log from an offset on. Raises what ``read`` raises."""
+    """Return at most ``limit`` bytes of the log from a byte offset on. Raises what ``read`` raises."""
     hidden = [value.encode() for value in worth_hiding(secrets)]
     beyond = max(map(len, hidden), default=1) - 1
     before = min(beyond, offset)
@@ -36,13 +36,13 @@ def read_piece(read: Read, offset: int, limit: int, secrets: Iterable[str]) -> L
 
 
 def _without(data: bytes, start: int, end: int, hidden: list[bytes]) -> bytes:
-    """What stands between two places, without the secrets of which a part stands there."""
+    """Return ``data[start:end]`` with every secret replaced that lies in it, in whole or in part."""
     pieces, at = [], start
     for first, last in _merged(sorted(_places(data, hidden))):
         if last <= start or first >= end:
             continue
         pieces.append(data[at : max(at, first)])
-        if first >= start:  # else the piece before has shown that something is left out
+        if first >= start:  # otherwise the previous piece has shown the mark
             pieces.append(REDACTED.encode())
         at = min(last, end)
     return b"".join([*pieces, data[at:end]])
@@ -65,13 +65,13 @@ def _merged(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _begun(data: bytes, hidden: list[bytes]) -> int:
-    """Where a secret begins of which the rest is not written yet: it comes with the next piece. Else the end."""
+    """Return where a secret begins that is not written completely yet (left for the next piece), or else the end."""
     ends = [len(data) - length for value in hidden for length in range(1, len(value)) if data.endswith(value[:length])]
     return max(0, min(ends, default=len(data)))
 
 
 def _whole_characters(data: bytes) -> bytes:
-    """Leave a character for the next piece whose bytes are not all there; what is no UTF-8 at all stays."""
+    """Cut off an incomplete last character, for the next piece; bytes that are not UTF-8 stay."""
     for back in range(1, min(4, len(data))):
         byte = data[-back]
         if 0xC0 <= byte < 0xF8:  # The first of several bytes.

@@ -1,6 +1,6 @@
-"""Keeps the code of jobs by its hash: checks an uploaded tar, and has it unpacked, read-only.
+"""Stores the code of jobs by its hash: checks an uploaded tar, and has it unpacked, read-only.
 
-Knows paths and bytes only. A snapshot folder is complete when it is there: it is renamed into place.
+Knows only paths and bytes. A snapshot folder that exists is complete, because it is renamed into place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHA256 = re.compile(r"^[0-9a-f]{64}$")
 
 
 class SnapshotRefusedError(Exception):
-    """The upload is not acceptable. ``too_large`` tells a limit from a malformed tar."""
+    """The upload is not acceptable. ``too_large`` distinguishes an exceeded limit from a malformed tar."""
 
     def __init__(self, message: str, hint: str, *, too_large: bool = False) -> None:
         super().__init__(message)
@@ -44,17 +44,17 @@ class Snapshots:
         self._max_files = max_files
 
     def path(self, sha256: str) -> Path:
-        """Folder of a snapshot. Raises ValueError for what is no hash."""
+        """Return the folder of a snapshot. Raises ValueError if ``sha256`` is not a hash."""
         if not SHA256.match(sha256):
             raise ValueError(f"{sha256!r} is not a SHA-256 in hexadecimal")
         return self._folder / sha256
 
     def has(self, sha256: str) -> bool:
-        """Whether the code is there."""
+        """Whether the code was uploaded."""
         return self.path(sha256).is_dir()
 
     def incoming(self) -> Path:
-        """A new empty file to write an upload into, on the same disk."""
+        """Create an empty file for an upload, on the same disk as the snapshots."""
         self._folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=self._folder, prefix=_UPLOAD)
         os.close(descriptor)
@@ -78,14 +78,14 @@ class Snapshots:
             self._unpack(tar_file, unpacked)
             os.rename(unpacked, target)
         except OSError:
-            if not target.is_dir():  # Else another upload of the same code was faster.
+            if not target.is_dir():  # Otherwise another upload of the same code was faster.
                 raise
         finally:
             if unpacked.exists():
                 remove(unpacked)
 
     def _unpack(self, tar_file: Path, folder: Path) -> None:
-        """In a process of its own: neither its memory, its time nor Python's lock are this one's."""
+        """Unpack in a separate process, which has its own limits of memory and time, and its own interpreter lock."""
         limits = (str(self.max_bytes), str(self._max_files))
         try:
             done = subprocess.run(
@@ -93,7 +93,7 @@ class Snapshots:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 env={},
-                start_new_session=True,  # A Ctrl-C that ends the service lets uploads end first.
+                start_new_session=True,  # A Ctrl-C that ends the service does not interrupt uploads.
                 timeout=unpacking.WALL_LIMIT_S,
                 check=False,
             )
@@ -110,7 +110,7 @@ class Snapshots:
             raise OSError(answer["errno"], os.strerror(answer["errno"] or 0))
 
     def remove_leftovers(self) -> None:
-        """Remove what uploads left behind that a killed service had under way. What cannot be removed is said."""
+        """Remove the leftovers of uploads that a killed service was handling; failures are logged."""
         for path in sorted(self._folder.glob(f"{_UPLOAD}*")) + sorted(self._folder.glob(f"{_UNPACK}*")):
             try:
                 remove(path)
@@ -118,7 +118,7 @@ class Snapshots:
                 log.warning("what an upload left could not be removed", path=str(path), error=str(error))
 
     def files(self, sha256: str) -> dict[str, str]:
-        """Digest of every file of a snapshot, by its relative path; empty when it is not there."""
+        """Return the digest of every file of a snapshot by relative path; empty if the snapshot does not exist."""
         root = self.path(sha256)
         return {
             _printable(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -127,11 +127,11 @@ class Snapshots:
         }
 
     def changed_files(self, old: str, new: str) -> list[str]:
-        """Relative paths of files that differ between two snapshots."""
+        """Return the relative paths of files that differ between two snapshots."""
         before, after = self.files(old), self.files(new)
         return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 def _printable(path: Path) -> str:
-    """A path as text that can be stored and shown, whatever its bytes are."""
+    """Return a path as text that can be stored and shown, whatever its bytes are."""
     return os.fsencode(path).decode(errors="backslashreplace")

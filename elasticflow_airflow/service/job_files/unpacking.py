@@ -1,8 +1,8 @@
-"""Unpacks an uploaded tar in a process of its own, which ends when an archive costs more than any honest one does.
+"""Unpacks an uploaded tar in a process of its own, which ends when an archive exceeds limits no honest one reaches.
 
-Run as a file by an isolated interpreter, so that it starts in a few hundredths of a second: standard library only,
-and nothing of this package. Says on standard output, as JSON, what became of it; whoever started it takes every other
-end for a refusal, too.
+Run as a file by an isolated interpreter, so that it starts within a few hundredths of a second. Uses only the standard
+library, nothing of this package. Prints the outcome as JSON on standard output; the caller treats any other outcome as
+a refusal, too.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MEMORY_LIMIT_BYTES = 512 << 20
 WALL_LIMIT_S = 120
 MOST_FOLDERS_A_FILE = 4
 DEEPEST = 64
-"""Folders above a file; deeper trees are beyond the limits of paths sooner or later."""
+"""Folders above a file; deeper trees exceed the limits of paths sooner or later."""
 LARGEST_HEADER_BYTES = 8 << 10
-"""Of the extended headers, which hold long names: Python's parsers of them are not linear in their length."""
+"""For extended headers, which hold long names: Python's parsers need more than linear time in their length."""
 
 _OF_THE_ARCHIVE = frozenset(
     {errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
 )
-"""What the system says to names that cannot be, or not together. Everything else is the disk's."""
+"""Errors that the system raises for invalid or conflicting names. All other errors are faults of the disk."""
 _EXTENDED = (
     tarfile.GNUTYPE_LONGLINK,
     tarfile.GNUTYPE_LONGNAME,
@@ -42,7 +42,7 @@ _TAR_HINT = "send an uncompressed tar of relative paths"
 
 
 class RefusedError(Exception):
-    """The archive is not acceptable. ``too_large`` tells a limit from a malformed tar."""
+    """The archive is not acceptable. ``too_large`` distinguishes an exceeded limit from a malformed tar."""
 
     def __init__(self, message: str, hint: str, *, too_large: bool = False) -> None:
         super().__init__(message)
@@ -50,11 +50,11 @@ class RefusedError(Exception):
 
 
 class _Member(tarfile.TarInfo):
-    """Looks at each header before the library reads what it announces."""
+    """Checks each header before the library reads what the header announces."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
-        """Refuse extended headers that are too long, and lengths that are none."""
+        """Parse a header; refuses extended headers that are too long, and negative lengths."""
         header = super().frombuf(buf, encoding, errors)
         if header.size < 0 or (header.type in _EXTENDED and header.size > LARGEST_HEADER_BYTES):
             message = f"the code is no acceptable tar: it has a header of {header.size} bytes"
@@ -63,7 +63,7 @@ class _Member(tarfile.TarInfo):
 
 
 def unpack(tar_file: Path, folder: Path, max_bytes: int, max_files: int) -> None:
-    """Unpack into an empty folder and make all of it read-only. Raises RefusedError, OSError for the disk's faults."""
+    """Unpack into an empty folder, and make it read-only. Raises RefusedError, or OSError for faults of the disk."""
     try:
         with tarfile.open(tar_file, mode="r:", tarinfo=_Member) as tar:
             size, folders = 0, set[str]()
@@ -105,7 +105,7 @@ def _check(member: tarfile.TarInfo, files: int, size: int, folders: set[str], ma
 
 
 def _printable(text: str) -> str:
-    """As a literal, with every control character escaped, and not too long."""
+    """Return a text as a literal with every control character escaped, cut to 200 characters."""
     shown = ascii(text)
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
@@ -124,7 +124,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    signal.alarm(WALL_LIMIT_S)  # The service kills it then; this is for the case that the service was killed itself.
+    signal.alarm(WALL_LIMIT_S)  # The service kills this process then; this is for the case that the service died.
     os.umask(0o077)
     tar_file, folder, max_bytes, max_files = sys.argv[1:]
     try:

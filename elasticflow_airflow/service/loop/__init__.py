@@ -1,1 +1,1 @@
-"""The reconcile loop and its stages: from what is to what should be."""
+"""The reconcile loop and its stages, which drive the actual state to the desired state."""

@@ -1,7 +1,7 @@
-"""Drives the engine towards what the rows say: only here are ``apply``, ``stop``, ``renew`` and ``forget`` called.
+"""Drives the engine to the state in the rows; only this module calls ``apply``, ``stop``, ``renew`` and ``forget``.
 
-Works on what was committed; everything here may be repeated. What the engine refuses is remembered, and becomes the
-job's end when it refuses too often.
+Works on what was committed; everything here may be repeated. Refusals of the engine are counted, and end the job when
+there are too many.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Secrets = Callable[[IncarnationRow], Mapping[str, str]]
 
 @dataclass(slots=True)
 class Refusals:
-    """How often in a row the engine refused to start a job's gang, since when, and what it said last."""
+    """How often in a row the engine refused to start a job's gang, since when, and its last message."""
 
     since_monotonic_s: float
     count: int = 0
     message: str = ""
     told: bool = False
-    """An event has said so."""
+    """Whether an event has reported it."""
     held: bool = False
-    """Somebody else is on its slots: nothing is wrong with the job, however long that takes."""
+    """Another holder is on its slots: not a failure of the job, however long it takes."""
 
 
 @dataclass(slots=True)
 class Actuator:
-    """Calls the engine. Remembers only what saves calls: a restarted service repeats them, which changes nothing."""
+    """Calls the engine. Its memory only saves calls: a restarted service repeats them, which changes nothing."""
 
     engine: Engine
     settings: ServiceSettings
@@ -58,21 +58,21 @@ class Actuator:
     monotonic: Callable[[], float]
     leftovers: Leftovers
     wanted: Callable[[], list[str]]
-    """Jobs that may have workers, as stored: what is renewed until a pass has succeeded."""
+    """Returns the stored jobs that may have workers: their leases are renewed until a pass has succeeded."""
     refusals: dict[str, Refusals] = field(default_factory=dict)
     drained: set[tuple[str, int]] = field(default_factory=set)
-    """Terminal incarnations whose gangs the engine has forgotten; the next pass writes it down."""
+    """Terminal incarnations whose gangs the engine has forgotten; the next pass stores that."""
     refused_slots: bool = False
-    """Whether the engine has refused slots in the last pass because somebody holds them."""
+    """Whether the engine refused slots in the last pass because they are held."""
     _renewed_at_s: float = -math.inf
     _applied: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By job: the generation, and the fence with it, that the engine took."""
+    """By job id: the generation that the engine accepted last, and the fence (cleared generation) sent with it."""
     _written: dict[tuple[str, int], Promotion] = field(default_factory=dict)
     _held: list[str] | None = None
-    """Jobs that had workers at the last pass; None before there was one."""
+    """Jobs that had workers at the last pass; None before the first pass."""
 
     def act(self, context: PassContext) -> None:
-        """Make the engine do what the rows say."""
+        """Make the engine match the rows."""
         renew = self.monotonic() - self._renewed_at_s >= self.settings.renew_interval_s
         if renew:
             self._renewed_at_s = self.monotonic()
@@ -104,7 +104,7 @@ class Actuator:
             self._forget(context, row)
 
     def _keep(self, context: PassContext, row: IncarnationRow, *, renew: bool) -> None:
-        """A job that is set aside: its workers go on, unless it is to end."""
+        """Keep the workers of a job that is set aside running, unless it is to end."""
         generations = context.open_of(row)
         if any(map(can_be_stopped, generations)):
             if row.ending:
@@ -120,9 +120,9 @@ class Actuator:
         self._try("stop", self.engine.stop, row.job_id, grace_s, reason)
 
     def hold(self, *, unless_renewed_within_s: float = 0.0) -> None:
-        """Have those train on who trained at the last pass, whatever else can be done. For any thread.
+        """Renew the leases of all jobs that had workers at the last pass, so that they train on. For any thread.
 
-        Before the first pass: all of whom workers are stored. Raises what the store raises.
+        Before the first pass: of all jobs with stored workers. Raises what the store raises.
         """
         if self.monotonic() - self._renewed_at_s < unless_renewed_within_s:
             return
@@ -131,30 +131,30 @@ class Actuator:
         for job_id in held:
             try:
                 self.engine.renew(job_id)
-            except Exception as error:  # noqa: BLE001  (the others all the same)
+            except Exception as error:  # noqa: BLE001  (the other jobs are still renewed)
                 log.warning("the engine refused", call="renew", job_id=job_id, error=repr(error))
 
     def _apply_or_wait(self, context: PassContext, row: IncarnationRow, due: GenerationRow, on_slots: Holders) -> None:
-        """Have the engine bring a generation about, once nobody else is on its slots."""
+        """Have the engine start a generation once its slots are free of other workers."""
         if not on_slots.before(due) and not _own_leavers(context, row, due):
             self._apply(row, due, context.now)
         elif due.notes.vacate and any(alive(g) for g in context.open_of(row)):
             self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, due.reason)
 
     def _is_settled(self, row: IncarnationRow, generation: GenerationRow) -> bool:
-        """Whether the engine was told of this very gang, it runs, and its lease lasts beyond the next renewal."""
+        """Return whether the engine has this gang, it runs, and its lease lasts beyond the next renewal."""
         if generation.state != GangState.RUNNING or row.lease_s < 3 * self.settings.renew_interval_s:
             return False
         return self._applied.get(row.job_id) == (generation.generation, row.cleared_generation)
 
     def _write_promotion(self, row: IncarnationRow) -> None:
-        """Before any gang may start from it; the row was committed first."""
+        """Write the promotion file before any gang may start from it; the row was committed first."""
         key = (row.job_id, row.incarnation)
         if row.promoted is None or self._written.get(key) == row.promoted:
             return
         promotion = promotion_of(row)
         if promotion is None:
-            return  # Whoever lives still is set aside for it.
+            return  # Jobs that are not over are set aside for it.
         if self.engine.files.promote(row.job_id, row.incarnation, promotion):
             crashpoints.point("after promotion")
         self._written[key] = promotion
@@ -165,7 +165,7 @@ class Actuator:
             self.engine.files.prepare(row.job_id, row.incarnation)
             self.engine.apply(self.spec_of(row, generation))
         except (EngineError, OSError) as error:
-            if alive(generation):  # It runs: what cannot be told it now can be told it later.
+            if alive(generation):  # It runs, so the change can be sent later.
                 log.warning(
                     "the engine refused",
                     call="apply",
@@ -190,7 +190,7 @@ class Actuator:
         crashpoints.point("after apply")
 
     def _forget(self, context: PassContext, row: IncarnationRow) -> None:
-        """Forgetting goes by job: wait until no incarnation of the job has an end that is not handled."""
+        """Forget a job once none of its incarnations has an unhandled end, as the engine forgets by job id."""
         if not any(g.job_id == row.job_id and not g.handled for g in context.generations.values()):
             self._try("forget", self.engine.forget, row.job_id)
             self.drained.add((row.job_id, row.incarnation))
@@ -199,7 +199,7 @@ class Actuator:
             self.refusals.pop(row.job_id, None)
 
     def _try(self, name: str, call: Callable[..., None], *arguments: object) -> None:
-        """Call the engine; a refusal is logged, and asked for again in the next pass."""
+        """Call the engine; a refusal is logged, and the call is repeated in the next pass."""
         crashpoints.point(f"before {name}")
         try:
             call(*arguments)
@@ -208,7 +208,7 @@ class Actuator:
         crashpoints.point(f"after {name}")
 
     def spec_of(self, row: IncarnationRow, generation: GenerationRow) -> GangSpec:
-        """The gang that a generation's row describes."""
+        """Return the gang that a generation's row describes."""
         command = row.submission.command
         session = session_of(row, self.settings, self.snapshots, self.engine.files, generation.notes.threads)
         return GangSpec(
@@ -230,7 +230,7 @@ class Actuator:
 
 
 def _own_leavers(context: PassContext, row: IncarnationRow, due: GenerationRow) -> bool:
-    """Whether workers of the job itself are still leaving the slots on which others of it should start."""
+    """Return whether workers of the job itself are still leaving slots on which its new workers should start."""
     training = context.training(row)
     if due.mode != RescaleMode.IN_PLACE or training is None:
         return False
@@ -242,7 +242,7 @@ def _own_leavers(context: PassContext, row: IncarnationRow, due: GenerationRow) 
 
 
 def record_refusals(context: PassContext, actuator: Actuator) -> None:
-    """Say what the engine refused, and end jobs that it refused too often."""
+    """Report the engine's refusals, and end jobs that it refused too often."""
     for job_id, refusals in list(actuator.refusals.items()):
         row = context.live(job_id)
         if row is None:
@@ -260,9 +260,9 @@ def _record_refusals(context: PassContext, row: IncarnationRow, refusals: Refusa
     refused_s = actuator.monotonic() - refusals.since_monotonic_s
     due = context.due(row)
     if due is None or due.state == GangState.ENDED:
-        del actuator.refusals[row.job_id]  # Nobody asks for it any more.
+        del actuator.refusals[row.job_id]  # It is not wanted any more.
     elif due.mode == RescaleMode.IN_PLACE:
-        # The gang before it trains on, so there is time; and it can be done in another way.
+        # The previous gang trains on, so there is time, and a restart can replace the change.
         if refused_s >= context.settings.grace_s:
             del actuator.refusals[row.job_id]
             fall_back(context, row, due, f"the workers could not be changed in place ({refusals.message})")
@@ -273,7 +273,7 @@ def _record_refusals(context: PassContext, row: IncarnationRow, refusals: Refusa
 
 
 def record_drained(context: PassContext, actuator: Actuator) -> None:
-    """Write down which terminal incarnations need no further pass."""
+    """Mark the terminal incarnations that need no further pass."""
     for row in (*context.rows, *context.aside):
         if (row.job_id, row.incarnation) in actuator.drained:
             row.drained = True

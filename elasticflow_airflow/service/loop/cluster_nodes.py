@@ -1,4 +1,4 @@
-"""Tells the scheduler which nodes there are, when they go away, and which of their slots are not for it."""
+"""Tells the scheduler which nodes exist, when they drain, and which of their slots it may not use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elasticflow_airflow.times import moment
 
 
 def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
-    """The nodes as the scheduler should see them: one that goes away is to be left some time before."""
+    """Return the nodes as the scheduler should see them; a draining node is to be left ``drain_lead_s`` early."""
     drains, lead_s, avoided = context.tx.drains(), context.settings.drain_lead_s, context.tx.avoided()
     held = setting_aside.held_slots(context)
     return [
@@ -36,7 +36,7 @@ def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
 
 
 def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:
-    """Tell the scheduler of what has changed since it was told last."""
+    """Tell the scheduler which nodes have changed since the last call."""
     slow_workers.take_back(context)
     known = {node.node_id: node for node in context.scheduler.nodes()}
     there = {node.node_id: node for node in nodes_now(context, seen)}

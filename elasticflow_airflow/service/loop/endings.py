@@ -1,4 +1,4 @@
-"""Brings jobs to their end: what their last generation's end means, and the result that they leave.
+"""Ends jobs: decides what the end of their last generation means, and records their result.
 
 Works on rows and files of the job; calls no engine. A job is over when its last worker has left and every checkpoint
 is judged.
@@ -39,7 +39,7 @@ def conclude(context: PassContext) -> None:
 
 def _conclude(context: PassContext, row: IncarnationRow) -> None:
     ending = row.ending
-    assert ending is not None  # the caller looked
+    assert ending is not None  # checked by the caller
     state, reason = ending.state, ending.reason
     if state is State.SUCCEEDED and ending.use_checkpoint and row.promoted is None:
         state, reason = State.FAILED, f"{reason}, but there is no checkpoint to use"
@@ -72,7 +72,7 @@ def _conclude(context: PassContext, row: IncarnationRow) -> None:
     move(row, state, reason)
     if state is not State.REJECTED:
         context.event(end_data(state, row.result), reason, row)
-    # Only now may the scheduler give the slots away for good; by id, it knows no incarnations.
+    # Only now may the scheduler give the slots to others. It goes by job id, as it knows no incarnations.
     if row.introduced and context.knows(row.job_id):
         if state is State.SUCCEEDED:
             feed(context, ev.JobFinished(row.job_id))
@@ -96,7 +96,7 @@ def _measure_tail(context: PassContext, row: IncarnationRow) -> None:
 
 
 def result_of(context: PassContext, row: IncarnationRow, state: State) -> JobResult:
-    """What the job leaves."""
+    """Return the result of a job that ends in ``state`` now."""
     generations = context.tx.generations(row.job_id, row.incarnation)
     path = None
     if row.promoted is not None:
@@ -118,7 +118,7 @@ def result_of(context: PassContext, row: IncarnationRow, state: State) -> JobRes
 
 
 def gpu_seconds(generations: list[GenerationRow], now: float) -> float:
-    """Slots held, times how long. While a change in place is under way two generations hold the same ones."""
+    """Return the seconds for which slots were held; slots shared by two generations (a change in place) count once."""
     held: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for g in generations:
         if g.holding_at is not None:
@@ -135,7 +135,7 @@ def gpu_seconds(generations: list[GenerationRow], now: float) -> float:
 
 
 def rescales(generations: list[GenerationRow]) -> int:
-    """How often the number of workers changed between gangs that trained (profiling apart)."""
+    """Return how often the number of workers changed between gangs that trained (without profiling)."""
     sizes = [g.workers for g in generations if g.purpose == Purpose.TRAIN and g.running_at is not None]
     return sum(1 for before, after in pairwise(sizes) if before != after)
 
@@ -153,7 +153,7 @@ def _handle(context: PassContext, generation: GenerationRow) -> None:
     generation.handled = True
     if row is None:
         return
-    # Only what has no living predecessor is gone for good: changes in place overtake each other.
+    # A generation is cleared only once no older one is open: changes in place can overtake each other.
     left = context.open_of(row)
     gone = left[0].generation - 1 if left else generation.generation
     row.cleared_generation = max(row.cleared_generation, gone)
@@ -197,7 +197,7 @@ def _settle(context: PassContext, row: IncarnationRow, generation: GenerationRow
 
 
 def _trained_until_now(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> bool:
-    """Whether a generation ended before the one that continues it has switched: then the job has lost its gang."""
+    """Return whether a generation ended before its successor in place switched: then the job has lost its gang."""
     change = context.desired(row)
     return (
         change is not None
@@ -248,7 +248,7 @@ def _finished(context: PassContext, row: IncarnationRow, generation: GenerationR
 
 
 def _trained_nothing(row: IncarnationRow, generation: GenerationRow) -> str | None:
-    """Why status 0 is no success of workers that have reported no step; None: nothing speaks against it."""
+    """Return why status 0 without any reported step is no success; None if nothing speaks against a success."""
     if generation.notes.uses_session and generation.first_step is None:
         return (
             "the script uses elasticflow_airflow.runtime, and ended with status 0 before its first session.step(), by"
@@ -260,7 +260,7 @@ def _trained_nothing(row: IncarnationRow, generation: GenerationRow) -> str | No
 
 
 def _unreported_length(row: IncarnationRow) -> str | None:
-    """What is wrong where it is known how long a training is, and its script has reported none of it."""
+    """Return the failure of a script that reported no step of a training of known length; None if there is none."""
     epochs = row.submission.length.epochs
     if row.total_steps is None and epochs is None:
         return None
@@ -273,7 +273,7 @@ def _unreported_length(row: IncarnationRow) -> str | None:
 
 
 def _unread_progress(row: IncarnationRow) -> str | None:
-    """What is wrong where a script was to say how far it is, and never did."""
+    """Return the failure of a script whose declared progress output never showed a step; None if there is none."""
     asked = row.submission
     named = {"progress_regex": asked.progress_regex, "progress_file": asked.progress_file}
     said = " or ".join(f"{name}={value!r}" for name, value in named.items() if value)
@@ -290,7 +290,7 @@ def _out_of_memory(context: PassContext, row: IncarnationRow, generation: Genera
         reason = "the device's memory does not suffice for a micro-batch of 1: use a smaller model or a larger device"
         context.end(row, State.FAILED, reason, failure=f"{reason}\n{said.message}".strip())
         return
-    row.micro_batch_size = smaller = (micro + 1) // 2  # Of three two are left: one alone cannot train BatchNorm.
+    row.micro_batch_size = smaller = (micro + 1) // 2  # Rounded up, so that 3 becomes 2: BatchNorm cannot train with 1.
     _again(
         context,
         row,
@@ -343,7 +343,7 @@ def _restart_or_fail(
 
 
 def _again(context: PassContext, row: IncarnationRow, reason: str) -> None:
-    """The gang is gone; the scheduler decides when and where the next one starts."""
+    """Restart a job whose gang is gone; the scheduler decides when and where the next one starts."""
     step, lost = _saved_step(row), row.step
     row.restart_step = step
     row.desired_generation = None
@@ -360,7 +360,7 @@ def _again(context: PassContext, row: IncarnationRow, reason: str) -> None:
 
 
 def _saved_step(row: IncarnationRow) -> int:
-    """From which step its next workers go on."""
+    """Return the step from which the next workers go on."""
     return 0 if row.promoted is None else row.promoted.step
 
 

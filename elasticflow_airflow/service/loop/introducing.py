@@ -1,7 +1,7 @@
 """Tells the scheduler what callers want: new jobs, cancels, amendments, owners that are away or back.
 
-Reads what handlers wrote, writes what follows; calls no engine. Leases are measured on the monotonic clock, so that a
-clock that jumps expires nobody's.
+Reads what handlers wrote, writes what follows; calls no engine. Leases are measured on the monotonic clock, so that no
+lease expires because the wall clock jumps.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from elasticflow_airflow.times import duration
 def introduce(
     context: PassContext, device_type: str, slots: int, candidate_service: CandidateService, within_s: float
 ) -> None:
-    """Ask the scheduler about every new incarnation whose predecessors have all come to their end, within that time.
+    """Ask the scheduler about new incarnations whose predecessors have all ended, for at most ``within_s`` seconds.
 
-    ``slots`` is how many the cluster has. ``candidate_service`` copies the checkpoint that an incarnation goes on from;
-    it is introduced once that is there.
+    ``slots`` is the number of slots in the cluster. ``candidate_service`` copies the checkpoint that an incarnation
+    resumes from; the incarnation is introduced once the copy exists.
     """
     asked: list[IncarnationRow] = []
     feed_submitted(
@@ -61,12 +61,12 @@ def _newcomers(
     until_s: float,
     asked: list[IncarnationRow],
 ) -> Iterator[Job]:
-    """Those about whom the scheduler is to be asked, noted in ``asked``; no more of them once the time is over."""
+    """Yield the jobs to ask the scheduler about, and add their rows to ``asked``; stops when the time is over."""
     for row in list(context.rows):
         if row.introduced or row.terminal or row.cancel_reason is not None or row.ending:
             continue
         if time.monotonic() > until_s:
-            context.more = True  # Who has been decided on hears of it now; the next pass takes up the rest.
+            context.more = True  # Jobs decided on get their verdict now; the next pass takes the rest.
             return
         job = None
         with context.on_behalf_of(row.job_id, "asking the scheduler about it"):
@@ -82,7 +82,7 @@ def _newcomers(
 
 
 def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slots: int) -> Job | None:
-    """Write down what is known of a job before it trains; None: it is over, and nobody need be asked."""
+    """Record what is known of a job before it trains; None if it is over and the scheduler need not be asked."""
     submission = row.submission
     job = context.jobs[row.job_id]
     row.introduced = True
@@ -91,7 +91,7 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
     past = task_history.past_of(context.tx.history(job.recurring_key, row.signature))
     row.costs = replace(past.costs, **row.costs.known())
     row.total_steps = task_history.length_of(submission.length, submission.global_batch_size, past)
-    # Where only its script can tell how long it is, it is measured once more: meanwhile the script tells.
+    # If only the script knows the length, the job is profiled again: meanwhile the script reports it.
     needs_length = row.total_steps is None and not row.best_effort
     speeds = known_speeds(submission, None if needs_length else past.measured)
     row.told_speeds = speeds
@@ -138,7 +138,7 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
 
 
 def _what_is_known(submission: JobSubmission, speeds: Mapping[str, float] | None) -> str:
-    """Of the speed of a job, for the event of its submission."""
+    """Describe what is known of the speed of a job, for the event of its submission."""
     if not speeds:
         return "its speed is not known yet: it is measured first"
     if submission.scaling_curve:
@@ -149,7 +149,7 @@ def _what_is_known(submission: JobSubmission, speeds: Mapping[str, float] | None
 
 
 def recall(context: PassContext, scheduler: Scheduler) -> None:
-    """Tell a new scheduler what came and went before it: a price is learned from all that ever asked."""
+    """Tell a new scheduler about past jobs: it learns its price from all jobs that were ever submitted."""
     if scheduler.config.objective is not Objective.VALUE:
         return
     since = context.now - FORGOTTEN * max(scheduler.config.protection_half_lives_s)
@@ -157,7 +157,7 @@ def recall(context: PassContext, scheduler: Scheduler) -> None:
 
 
 def _past_job(context: PassContext, row: IncarnationRow) -> Job | None:
-    """A job that is over; None where its speed or its length is not known, or cannot be read."""
+    """Return a job that is over; None if its speed or its length is unknown or cannot be read."""
     with suppress(*UNREADABLE):
         speeds = row.speeds or known_speeds(row.submission, None)
         if speeds and row.total_steps is not None:
@@ -176,9 +176,9 @@ def _past_job(context: PassContext, row: IncarnationRow) -> Job | None:
 
 
 def logical_workers(submission: JobSubmission) -> int | None:
-    """Into how many shares each step is cut for the whole life of the incarnation; None in fast mode.
+    """Return the number of shares each step is cut into for the whole life of an incarnation; None in fast mode.
 
-    It follows from what is submitted alone: as the script runs without the service, and on any other cluster.
+    It depends on the submission alone, so that it is the same without the service and on any other cluster.
     """
     if submission.consistency == "fast":
         return None
@@ -189,7 +189,7 @@ def logical_workers(submission: JobSubmission) -> int | None:
 
 
 def _limit(submission: JobSubmission, shares: int | None, slots: int) -> str:
-    """What to say where the shares keep a job from slots that the cluster has, and that ``max_workers`` would allow."""
+    """Return the text for a job whose shares keep it from slots that the cluster has and ``max_workers`` allows."""
     wanted = min(slots, submission.max_workers or slots)
     if shares is None or shares >= wanted:
         return ""
@@ -202,14 +202,14 @@ def _limit(submission: JobSubmission, shares: int | None, slots: int) -> str:
 
 
 def most_workers(submission: JobSubmission, shares: int | None) -> int:
-    """The most workers that the scheduler may give: one for each share, or for each sample."""
+    """Return the most workers that the scheduler may give: one for each share, or for each sample."""
     batch = submission.global_batch_size
     most = shares if shares is not None else 1 << (batch.bit_length() - 1)
     return min(most, submission.max_workers or most)
 
 
 def known_speeds(submission: JobSubmission, past: Mapping[str, float] | None) -> dict[str, float] | None:
-    """What past runs have measured, or the submitter said of its curve; by workers as text."""
+    """Return the speeds measured by past runs, or those of the submitted curve, by workers as text."""
     return task_history.speeds_to_plan_with(submission.scaling_curve, past)
 
 
@@ -227,10 +227,10 @@ def _say_where_it_starts(context: PassContext, row: IncarnationRow) -> None:
 
 
 def cancel(context: PassContext) -> None:
-    """End what somebody wants cancelled."""
+    """End jobs whose cancellation was requested."""
     for row in context.rows:
         if row.cancel_reason is not None and not row.terminal:
-            # A decided end other than success gives way to nobody; a success that is nearly there stays one.
+            # ``end`` keeps an end that was decided before, also a success that is about to complete.
             with context.on_behalf_of(row.job_id, "cancelling it"):
                 context.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
 
@@ -274,11 +274,11 @@ class _Lease:
 
 
 class Leases:
-    """When each owner was heard last, in this process' monotonic time; a restart gives everybody a new first limit.
+    """When each owner last renewed its lease, in this process' monotonic time; a restart starts every lease anew.
 
-    So does a time without a pass that was stored (the database was away, the process was stopped): whoever asked then
-    was not heard. What a check finds counts once it is stored: an owner that came back in a pass that failed is heard
-    in the next. Owners are heard in the store (submits and attachments) and in ``renewals``.
+    So does a period without a stored pass (the database was unavailable, the process was stopped): requests made then
+    were not seen. What a check finds counts only once it is stored: an owner that came back in a pass that failed is
+    seen in the next pass. Renewals are counted in the store (submits and attachments) and in ``renewals``.
     """
 
     def __init__(self, renewals: Renewals) -> None:
@@ -288,11 +288,11 @@ class Leases:
         self._stored_at_s = self._checked_at_s = -math.inf
 
     def stored(self) -> None:
-        """What the last check found is in the store."""
+        """Adopt what the last check found, now that it is stored."""
         self._stored, self._stored_at_s = self._leases, self._checked_at_s
 
     def check(self, context: PassContext, monotonic_s: float) -> None:
-        """Park jobs whose owner is away, cancel those whose owner stays away, and take back who is there again."""
+        """Park jobs whose owner is away, cancel those whose owner stays away, and unpark those whose owner is back."""
         live = {(row.job_id, row.incarnation): row for row in context.rows if row.introduced and not row.terminal}
         live |= {(row.job_id, row.incarnation): row for row in context.aside if not row.terminal}
         self._renewals.keep(live)
@@ -311,7 +311,7 @@ class Leases:
             self._leases[key] = _Lease(renewals, monotonic_s)
             row.lease_expires_at = context.now + row.lease_s
             if lease is not None and lease.renewals != renewals:
-                row.heard_at = context.now  # Handlers only count who asks.
+                row.heard_at = context.now  # Handlers only count requests.
             if row.parked and lease is not None and lease.renewals != renewals:
                 _unpark(context, row)
         elif not row.ending:

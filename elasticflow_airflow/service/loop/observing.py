@@ -1,7 +1,7 @@
-"""Folds what the engine reports into the rows: states of gangs, progress, checkpoints, what went wrong.
+"""Folds what the engine reports into the rows: states of gangs, progress, checkpoints, failures.
 
-Every report is folded in exactly once, though the engine may deliver it again after a restart. Decides only what a
-report itself says (progress that goes backwards, a loss that is no number); calls no engine.
+Every report is folded in exactly once, though the engine may deliver it again after a restart. Decides only what
+follows from a report alone (progress that goes backwards, a loss that is not finite); calls no engine.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from elasticflow_airflow.service.store.transitions import ORDERED, advance, move
 
 Secrets = Callable[[IncarnationRow], Mapping[str, str]]
 _MOST_REFUSED = 100
-"""A job is told of so many fields that are out of bounds."""
+"""The most fields out of bounds that a job is warned about."""
 
 
 class Inbox:
     """Reports that were delivered but are not stored yet: a pass that fails must not lose them.
 
-    An engine delivers each report of a generation once per life of the engine object, in order; counting from its
-    first one tells which are folded in already.
+    An engine delivers each report of a generation once per life of the engine object, in order. The number of a
+    report, counted from the first, shows whether it has been folded in already.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Inbox:
         self._counts: dict[tuple[str, int, str], int] = {}
 
     def deliver(self, observations: Sequence[GangObservation]) -> None:
-        """Take in what an observation brought."""
+        """Add the reports of an observation."""
         for gang in observations:
             for report in gang.reports:
                 key = (gang.job_id, gang.generation, report.worker_id)
@@ -69,20 +69,20 @@ class Inbox:
                 self._waiting.setdefault((gang.job_id, gang.generation), []).append((number, report))
 
     def waiting(self, job_id: str, generation: int) -> list[tuple[int, Report]]:
-        """Reports to fold in, each with its number among those of its worker."""
+        """Return the reports to fold in, each with its number among its worker's reports."""
         return self._waiting.get((job_id, generation), [])
 
     def stored(self) -> None:
-        """Everything that waited is in the store."""
+        """Clear the inbox: all its reports are in the store."""
         self._waiting.clear()
 
     def forget(self, job_id: str, living: Collection[int]) -> None:
-        """The engine was told to forget the job: it delivers nothing more but of the generations that still live."""
+        """Drop the counts of a job that the engine has forgotten, except for generations that still live."""
         self._counts = {key: n for key, n in self._counts.items() if key[0] != job_id or key[1] in living}
 
 
 def fold(context: PassContext, observations: Sequence[GangObservation], inbox: Inbox, secrets: Secrets) -> None:
-    """Bring the rows up to what was observed."""
+    """Update the rows to what was observed."""
     seen = {(gang.job_id, gang.generation): gang for gang in observations}
     for key, generation in list(context.generations.items()):
         row = context.row(generation.job_id, generation.incarnation)
@@ -98,7 +98,7 @@ def fold(context: PassContext, observations: Sequence[GangObservation], inbox: I
             _fold_reports(context, row, generation, inbox.waiting(*key), hidden)
             _fold_state(context, row, generation, gang, hidden)
             samples.write(context)
-    # Once all are heard: it is planned once, and not after each of them.
+    # After all reports are folded in, so that the scheduler plans once and not after each of them.
     reports: list[ev.GangStarted | ev.JobProgressed] = [
         started
         for generation, started in context.started.values()
@@ -111,7 +111,7 @@ def fold(context: PassContext, observations: Sequence[GangObservation], inbox: I
 
 
 def _fold_absence(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
-    """The engine does not know it: it was never started, or all trace of it is gone."""
+    """Handle a generation unknown to the engine: it was never started, or all trace of it is gone."""
     if generation.state == ORDERED:
         if row.desired_generation != generation.generation:
             advance(generation, GangState.ENDED)
@@ -135,7 +135,7 @@ def _fold_state(
     advance(generation, gang.state)
     if gang.state in STANDING and generation.holding_at is None:
         generation.holding_at = context.now
-    # Not only where the state is news: while its job was set aside nobody took that in.
+    # Not only on a change of state: while its job was set aside, the change was not handled.
     if gang.state is GangState.RUNNING and generation.running_at is None:
         _running(context, row, generation)
     if gang.state is GangState.RUNNING:
@@ -173,7 +173,7 @@ def _running(context: PassContext, row: IncarnationRow, generation: GenerationRo
 
 
 def _switched(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
-    """All workers of a change in place are in it: say what it cost, and keep that for the plans to come."""
+    """Record that all workers of a change in place have switched, with its cost, which later plans use."""
     before = context.tx.generation(row.job_id, generation.continues or 0)
     switch = generation.notes.switch
     pause_s, size_bytes = switch.pause_s, switch.state_bytes
@@ -205,17 +205,17 @@ def _switched(context: PassContext, row: IncarnationRow, generation: GenerationR
 
 
 def _tell_costs(context: PassContext, row: IncarnationRow) -> None:
-    """Tell the scheduler what a change costs by now; while it measures a job, it hears that with the next speed."""
+    """Tell the scheduler the current costs of a change; a job being profiled sends them with its next speed."""
     state = context.state_of(row.job_id)
     costs = context.costs_of(row)
     if state is not None and state.phase is Phase.ADMITTED and state.job.costs != costs and not row.ending:
-        if row.job_id in context.started:  # Else it would count steps from when it should have started.
+        if row.job_id in context.started:  # Otherwise it would count steps from the planned start.
             feed(context, context.started.pop(row.job_id)[1])
         feed(context, ev.JobMeasured(row.job_id, max(1, state.placement.workers), None, costs))
 
 
 def _tell_started(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
-    """Tell the scheduler, once. A gang that is measured has started when it says so: a silent one may still load."""
+    """Tell the scheduler once that a gang started; one being profiled must report first, as it may still load."""
     if row.desired_generation != generation.generation or row.ending or generation.notes.told_started:
         return
     if generation.purpose == Purpose.PROFILE and generation.first_step is None:
@@ -231,10 +231,10 @@ def _tell_started(context: PassContext, row: IncarnationRow, generation: Generat
 
 
 def _count_slow_start(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
-    """A start that takes longer than was planned with counts at once: who has few slots may lose them in a moment.
+    """Record at once that a start took longer than planned: a job with few slots may lose them in a moment.
 
-    Its exact cost is known only with its speed; where the gang is stopped before that, the plans would never learn.
-    Only a session says when it begins; from when somebody looked nothing could be told, as the service may be away.
+    The exact cost is known only with the speed; if the gang is stopped before that, the plans would never learn it.
+    Only sessions report when they begin. The time of an observation says nothing, as the service may have been down.
     """
     began_at = generation.notes.started_at
     if began_at is None or not generation.fresh_start or generation.purpose == Purpose.PROFILE or row.ending:
@@ -248,7 +248,7 @@ def _count_slow_start(context: PassContext, row: IncarnationRow, generation: Gen
 
 
 def _tell_able(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
-    """Plan with the pauses of changes in place, or of restarts, whichever this session can have."""
+    """Plan with the pauses of changes in place or of restarts, whichever this session supports."""
     able = bool(generation.notes.in_place)
     if generation.first_step is not None and row.in_place.able is not able:
         row.in_place = replace(row.in_place, able=able)
@@ -311,7 +311,7 @@ def _fold_reports(
 
 
 def _without_secrets(report: Report, hidden: Mapping[str, str]) -> Report:
-    """A report as it may be kept, whatever a script has put into its texts. Before anything of them is cut."""
+    """Return a report with secrets redacted from its texts. Must run before any text is cut."""
     if not hidden:
         return report
     kept = {"path": report.data["path"]} if CANDIDATE_PATH.match(str(report.data.get("path"))) else {}
@@ -319,7 +319,7 @@ def _without_secrets(report: Report, hidden: Mapping[str, str]) -> Report:
 
 
 def _fold_report(context: PassContext, row: IncarnationRow, generation: GenerationRow, report: Report) -> bool:
-    """Fold in one report; True when it is news of progress."""
+    """Fold in one report; return whether it is new progress."""
     data: Mapping[str, Any] = report.data
     message = clean_text(str(data.get("message", "")), tail=True)
     match report.kind:
@@ -351,19 +351,19 @@ def _fold_report(context: PassContext, row: IncarnationRow, generation: Generati
             trouble = OutOfMemory(None if size is None else int(size), message)
             generation.notes = replace(generation.notes, out_of_memory=trouble)
         case ReportKind.FAILED:
-            row.step = max(row.step, report.step)  # Where it fails, which is later than what was reported last.
+            row.step = max(row.step, report.step)  # The step of the failure, which is later than the last reported one.
             kind = None if data.get("kind") is None else str(data["kind"])
             generation.notes = generation.notes.failed(message, kind, report.rank)
         case ReportKind.WARNING:
             if data.get("field") is None or _is_new(row, str(data["field"])):
                 context.event(WarningData(generation=generation.generation), message, row)
-    return report.kind is ReportKind.FINISHED and loss_target.reached(row)  # Else the last step has said so already.
+    return report.kind is ReportKind.FINISHED and loss_target.reached(row)  # Otherwise the last step has reported it.
 
 
 def _say_refused(
     context: PassContext, row: IncarnationRow, generation: GenerationRow, refused: Mapping[str, str]
 ) -> None:
-    """Say what was not taken of a report, once a job for each field."""
+    """Warn about the refused fields of a report, once per job and field."""
     for field, problem in refused.items():
         if _is_new(row, field):
             reason = f"the training reports values that are not taken: {field} {problem}"
@@ -379,7 +379,7 @@ def _is_new(row: IncarnationRow, field: str) -> bool:
 
 
 def _note_switch(generation: GenerationRow, report: Report, now: float) -> None:
-    """Keep what the workers say of a change in place: it is over when the last is in it, and cost what it cost most."""
+    """Keep what workers report of a change in place: the time of the last one to switch, and the largest cost."""
     data = report.data
     if report.rank == 0:
         generation.notes = replace(generation.notes, in_place=bool(data.get("in_place")))
@@ -420,7 +420,7 @@ def _started(context: PassContext, row: IncarnationRow, generation: GenerationRo
 
 
 def _adopt_logical_workers(context: PassContext, row: IncarnationRow, report: Report) -> None:
-    """What the script says of them, where it decides: there are never more workers than that."""
+    """Adopt the script's number of logical workers where the script decides; it caps the number of workers."""
     said = report.data.get("logical_workers")
     if said is None or said == row.logical_workers or not script_decides(row):
         return
@@ -437,7 +437,7 @@ def _progress(context: PassContext, row: IncarnationRow, generation: GenerationR
     row.ever_reported = True
     last = generation.last_step
     if last is not None and report.step < last and report.worker_id != generation.notes.progress_of:
-        return False  # Rank 0 before a change, whose file was read before what came next was written in another's.
+        return False  # A late report of the rank 0 before a change: the workers' files are not read at the same moment.
     if last is not None and report.step < last:
         reason = f"the progress went backwards, from step {last} to {report.step}, without a restart"
         context.end(row, State.FAILED, reason, failure=reason)
@@ -485,7 +485,7 @@ def _tell_progress(context: PassContext, row: IncarnationRow, generation: Genera
             generation.notes = replace(generation.notes, measured=True)
             reason = f"measured {speed:.3g} steps/s with {_workers(generation.workers)}"
             context.event(MeasuredData(workers=generation.workers, steps_per_s=speed), reason, row)
-            if not row.submission.scaling_curve:  # Even if it is refused, its next run need not measure that again.
+            if not row.submission.scaling_curve:  # Even if it is refused, its next run need not measure this again.
                 task_history.remember(context.tx, context.jobs[row.job_id], row, context.now)
             loss_target.tell(context, row)
             feed(context, ev.JobMeasured(row.job_id, generation.workers, speed, context.costs_of(row)))
@@ -498,10 +498,11 @@ def _tell_progress(context: PassContext, row: IncarnationRow, generation: Genera
 
 
 def _tell_progress_meanwhile(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
-    """A change in place is under way, and the gang before it trains on.
+    """Tell the scheduler the progress of the gang that trains on while a change in place is under way.
 
-    Until the time at which the plan has the change done, what it loses by then is in the plan already, and telling of
-    steps in between would count them twice. From then on the plan is too optimistic, and only the steps are true.
+    Until the time at which the change is planned to be done, the plan already accounts for what is lost by then, and
+    reporting steps in between would count them twice. After that time the plan is too optimistic, and only the steps
+    are true.
     """
     _measure(context, row, generation)
     state = context.state_of(row.job_id)
@@ -510,7 +511,7 @@ def _tell_progress_meanwhile(context: PassContext, row: IncarnationRow, generati
 
 
 def _measure(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
-    """Keep the speed at this size, and once a generation what its start or its pause cost."""
+    """Record the speed at this size and, once per generation, what its start or its pause cost."""
     speed = speed_measurement.measured_speed(generation.window, context.enough)
     if speed is None or generation.last_step_at is None:
         return
@@ -523,7 +524,7 @@ def _measure(context: PassContext, row: IncarnationRow, generation: GenerationRo
     if generation.fresh_start:
         row.costs = row.costs.updated(startup_s=max(0.0, lost_s))
         return
-    # The gang before trained on while this one was getting ready: what it did counts, at this one's speed.
+    # The previous gang trained on while this one started: its steps count, at the speed of this one.
     ordered_step, first_step = generation.notes.ordered_at_step, generation.first_step
     if ordered_step is not None and first_step is not None:
         lost_s -= max(0, first_step - ordered_step) / speed

@@ -1,7 +1,7 @@
-"""Decides which checkpoint of an incarnation counts, from what the look at the candidates showed.
+"""Decides which checkpoint of an incarnation counts, from the verified candidates.
 
-Only generations of the incarnation itself, never older than the one promoted before: a stale worker can publish
-nothing. Rows in, rows out; ``promoted.json`` is written by the loop once the rows are stored.
+Only checkpoints of the incarnation's own generations count, never older than the one promoted before, so that a stale
+worker cannot publish any. Rows in, rows out; ``promoted.json`` is written by the loop once the rows are stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elasticflow_airflow.service.store.tables import CandidateRow, GenerationRow
 
 
 def record(context: PassContext, looked: Sequence[Looked]) -> None:
-    """Take in what was found out about candidates, and promote the best."""
+    """Record the results about candidates, and promote the best one."""
     for one in looked:
         row = context.row(one.job_id, one.incarnation)
         if row is None:
@@ -43,7 +43,7 @@ def _take_in(context: PassContext, row: IncarnationRow, one: Looked) -> None:
 
 def _record(context: PassContext, row: IncarnationRow, known: CandidateRow | None, verified: Verified) -> None:
     if verified.generation != 0 and (row.job_id, verified.generation) not in context.generations:
-        return  # Neither a generation of this incarnation that is open, nor what it began with.
+        return  # Neither from an open generation of this incarnation, nor the copy that it began with.
     candidate = known
     if candidate is None:
         candidate = CandidateRow(
@@ -78,7 +78,7 @@ def _promote_best(context: PassContext, row: IncarnationRow) -> None:
 
 
 def ask(context: PassContext, candidate_service: CandidateService) -> None:
-    """Have candidates verified, ended generations looked through, and old candidates deleted."""
+    """Request that candidates are verified, ended generations searched, and old candidates deleted."""
     doing = "asking what its checkpoints are worth"
     valid: dict[tuple[str, int], list[CandidateRow]] = {}
     for candidate in context.tx.open_candidates():

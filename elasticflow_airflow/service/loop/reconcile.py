@@ -1,8 +1,8 @@
-"""The reconcile loop: one thread that owns the scheduler and the engine, and drives what is to what should be.
+"""The reconcile loop: one thread that owns the scheduler and the engine, and drives the actual to the desired state.
 
-Each pass looks, thinks outside of any transaction (``stages.py``), writes in a short one, and acts on what was
-committed. A pass that fails, or a kill at any point of it, is repaired by the next: the scheduler is rebuilt from the
-store, and every call to the engine may be repeated. A pass that fails on single jobs is begun again without them (see
+Each pass observes, decides outside of any transaction (``stages.py``), writes in a short transaction, and acts on what
+was committed. If a pass fails or is killed at any point, the next one repairs it: the scheduler is rebuilt from the
+store, and every call to the engine may be repeated. A pass that fails on single jobs is restarted without them (see
 ``setting_aside.py``).
 """
 
@@ -51,20 +51,20 @@ _CLOCK_JUMP_S = 5.0
 _PROJECTION_CHANGE_S = 0.5
 _MOST_BEGINNINGS = 200
 _CROWD_S = (0.5, 5.0)
-"""For how long, at least and at most, those who have submitted are decided on at once: who submits together with many
-others hears his verdict after about so long, and not after all of theirs."""
+"""Least and most seconds for which new submissions are decided on in one batch. A job that is submitted together with
+many others gets its verdict after about that long, and not after all the others have theirs."""
 _NEXT_S = 0.3
-"""So long is waited for who comes next of a crowd."""
+"""How many seconds to wait for the next submissions of a burst."""
 
 log = structlog.get_logger()
 
 
 class _BeginAgainError(Exception):
-    """Nothing of a pass was written: it is begun again, without those whose trouble it was."""
+    """Nothing of a pass was written: it is restarted without the jobs that caused the failure."""
 
 
 class Reconciler:
-    """The loop. ``clock`` gives UTC seconds and ``monotonic`` seconds that never jump."""
+    """The reconcile loop. ``clock`` returns UTC seconds, ``monotonic`` seconds that never jump."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Reconciler:
         )
         self._inbox = observing.Inbox()
         self.renewals = Renewals()
-        """Who has asked for its job, in the threads of handlers."""
+        """Requests of owners for their jobs, counted in the handlers' threads."""
         self._leases = introducing.Leases(self.renewals)
         self._hang_detector = watching.HangDetector()
         self._recurring_runs = recurring_runs.RecurringRuns()
@@ -115,21 +115,21 @@ class Reconciler:
         self._problem = ""
         self._faults = Faults()
         self._ignored: list[str] = []
-        """What is stored of nodes and slots and cannot be heeded."""
+        """Stored facts about nodes and slots that cannot be used."""
         self._bounds = setting_aside.BoundsCheck()
         self._held: Mapping[Slot, Held] = {}
         self._foresight: Foresight | None = None
         self._written: dict[str, JobState] = {}
-        """What the store has of what the scheduler remembers."""
+        """The scheduler's states of jobs as they are stored, by job id."""
         self._has_begun = False
         self._heard_s, self._crowd_s = 0.0, _CROWD_S[0]
         self._singly = False
         self._passed_over: frozenset[tuple[str, int]] = frozenset()
-        """Who has submitted and cannot be decided on yet."""
+        """Submitted incarnations that cannot be decided on yet."""
 
     @property
     def nodes(self) -> tuple[EngineNode, ...]:
-        """The nodes as last seen, with who is on their slots and no job of ours; empty before the first pass."""
+        """The nodes as last observed; ``busy`` names holders that are no jobs of ours. Empty before the first pass."""
         held: dict[str, dict[int, str]] = {}
         for slot, one in self._held.items():
             held.setdefault(slot.node_id, {})[slot.index] = one.holder
@@ -137,66 +137,66 @@ class Reconciler:
 
     @property
     def wake_at(self) -> float | None:
-        """When the scheduler wants to be woken, UTC seconds; None: it does not."""
+        """When the scheduler wants to be woken (UTC seconds); None if it does not."""
         return self._wake_at
 
     @property
     def problem(self) -> str:
-        """Why the last pass failed; empty when it did not."""
+        """Why the last pass failed; empty if it did not."""
         return self._problem
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong now: with the last pass, jobs (or recurring tasks) that are set aside, nodes and slots."""
+        """Current problems: of the last pass, of jobs (or recurring tasks) that are set aside, of nodes and slots."""
         aside = [f"{owner} is set aside: {fault}" for owner, fault in list(self._faults.aside.items())]
         strange = self._leftovers.problems(self._clock())
         return [*([self._problem] if self._problem else []), *aside, *self._ignored, *strange]
 
     @property
     def device_type(self) -> str:
-        """The kind of device of the slots; empty before the first pass."""
+        """The device type of the slots; empty before the first pass."""
         return self._device_type()
 
     def copy_scheduler(self) -> Scheduler | None:
-        """The scheduler as it is between two passes, to try things on; None while it is not there. Thread-safe."""
+        """Return a copy of the scheduler between two passes, for trials; None if there is none now. Thread-safe."""
         with self._thinking:
             return None if self._scheduler is None else self._scheduler.twin()
 
     def foresee(self) -> Foresight | None:
-        """What the last pass has decided; None before there was one. Waits for nobody. Thread-safe."""
+        """Return what the last pass decided; None before the first one. Does not block. Thread-safe."""
         return self._foresight
 
     def hear_of_runs(self) -> None:
-        """Somebody has stored other due runs: the next pass tells the scheduler. Thread-safe."""
+        """Have the next pass tell the scheduler about due runs that were stored meanwhile. Thread-safe."""
         self._recurring_runs.hear()
         self._notifier.wake()
 
     def begin_anew(self) -> None:
-        """Somebody else may have decided meanwhile: the next pass begins with what the store says. Thread-safe."""
+        """Have the next pass start from the store, as another process may have decided meanwhile. Thread-safe."""
         with self._thinking:
             self._scheduler = None
 
     def stop(self) -> None:
-        """Have :meth:`run` return after the pass under way; gangs go on."""
+        """Have :meth:`run` return after the current pass; gangs keep running."""
         self._stop.set()
         self._notifier.wake()
 
     def run(self) -> None:
-        """Pass after pass until :meth:`stop`."""
+        """Run passes until :meth:`stop` is called."""
         threading.Thread(target=self._renew, name="renew", daemon=True).start()
         while not self._stop.is_set():
             self._notifier.sleep(self.try_once())
 
     def _renew(self) -> None:
-        """Renew the leases of gangs however long a pass takes, or fails."""
+        """Renew the leases of gangs, however long a pass takes or keeps failing."""
         while not self._stop.wait(self._settings.renew_interval_s):
             self._hold(unless_renewed_within_s=2 * self._settings.renew_interval_s)
 
     def _hold(self, *, unless_renewed_within_s: float = 0.0) -> None:
-        """Renew the leases of gangs. Whatever fails, it is tried again."""
+        """Renew the leases of gangs. Any failure is logged and retried."""
         try:
             self._actuator.hold(unless_renewed_within_s=unless_renewed_within_s)
-        except Exception as error:  # noqa: BLE001  (whatever it is, this thread goes on)
+        except Exception as error:  # noqa: BLE001  (this thread must survive any error)
             log.warning("the leases of workers could not be renewed; it is tried again", error=repr(error))
 
     def _with_gangs(self) -> list[str]:
@@ -204,9 +204,9 @@ class Reconciler:
             return reader.with_gangs()
 
     def try_once(self) -> float | None:
-        """One pass. A pass that fails is logged, and the next one begins with a scheduler rebuilt from the store.
+        """Run one pass. A failure is logged, and the next pass starts with a scheduler rebuilt from the store.
 
-        Whatever fails, and for however long, nobody's workers stop for it.
+        No failure stops the workers of any job, however long it lasts.
         """
         try:
             wait_s = self.run_once()
@@ -223,10 +223,10 @@ class Reconciler:
         return wait_s
 
     def run_once(self) -> float | None:
-        """One pass, begun again without the jobs on which it fails, which are set aside.
+        """Run one pass; restart it without the jobs on which it fails, which are set aside.
 
-        Returns after how many seconds the next should come (None: when somebody wakes it). Raises what is no single
-        job's trouble.
+        Returns the seconds until the next pass (None: when the notifier wakes the loop). Raises errors that cannot be
+        attributed to a single job.
         """
         observations = self._look()
         for _ in range(_MOST_BEGINNINGS):
@@ -243,9 +243,9 @@ class Reconciler:
         return 0.0 if self._decide_on_the_new() else wait_s
 
     def _decide_on_the_new(self) -> bool:
-        """Decide on those who have submitted during the pass, before another one; whether there were any.
+        """Decide on jobs submitted during the pass, before the next full pass; return whether there were any.
 
-        A crowd is heard in half of the time, however long a pass takes that looks at all the others.
+        A burst of submissions gets half of the time, however long a full pass over all other jobs takes.
         """
         began_s, heard = time.perf_counter(), False
         while time.perf_counter() - began_s < self._crowd_s and not self._stop.is_set():
@@ -257,13 +257,13 @@ class Reconciler:
                 self._pass(None)
             except _BeginAgainError:
                 self._scheduler = None
-                return True  # The next pass sees to it.
+                return True  # The next pass handles it.
             heard = True
-            self._notifier.sleep(_NEXT_S)  # Who has his verdict may have more to submit.
+            self._notifier.sleep(_NEXT_S)  # A submitter that got its verdict may have more jobs.
         return heard
 
     def _pass(self, observations: tuple[GangObservation, ...] | None) -> float | None:
-        """One pass; without observations only over those who have submitted."""
+        """Run one pass; without observations, only over new submissions."""
         looked: Sequence[Looked] = () if observations is None else self._candidate_service.collect()
         now, monotonic_s = self._clock(), self._monotonic()
         with self._thinking, unit_of_work(self._store) as work:
@@ -326,7 +326,7 @@ class Reconciler:
             return 0.0
         self._actuator.act(context)
         if self._actuator.refused_slots:
-            self._looked_at_nodes_s = -math.inf  # Whoever is there, the engine may see it by now.
+            self._looked_at_nodes_s = -math.inf  # The engine may see the holder by now.
         for job_id, _ in self._actuator.drained:
             gangs = [g for g in context.generations.values() if g.job_id == job_id]
             self._inbox.forget(job_id, {g.generation for g in gangs if g.state != GangState.ENDED})
@@ -337,14 +337,14 @@ class Reconciler:
         return self._interval(context)
 
     def _publish(self, context: PassContext, states: Mapping[str, JobState]) -> None:
-        """Keep what is planned for whoever asks meanwhile. Nothing depends on it, so that no pass fails for it."""
+        """Keep the plan for readers until the next pass. Nothing depends on it, so an error here fails no pass."""
         try:
             self._foresight = foresight_of(context.scheduler, states)
         except Exception:
             log.exception("what is planned cannot be shown")
 
     def _attribute(self, context: PassContext, error: SchedulerFaultError) -> None:
-        """Find the jobs for which the scheduler failed. Raises the fault itself when it is none's."""
+        """Find the jobs on which the scheduler failed. Raises the fault itself if it is no job's."""
         states = [state for row in context.rows if (state := self._state_of(context, row)) is not None]
 
         def fresh() -> Scheduler:
@@ -352,20 +352,20 @@ class Reconciler:
 
         found = setting_aside.culprits(context, states, fresh)
         if not found:
-            self._singly = True  # Nobody fails alone: whatever it is, the next pass gets on without it.
+            self._singly = True  # No job fails alone, so the next pass feeds one event at a time.
             raise error
         for owner in found:
             self._faults.note(owner, "planning with it", error.__cause__ or error)
 
     def _set_aside(self, context: PassContext) -> bool:
-        """Set aside those that the pass failed on; True: there were some, and nothing of the pass counts."""
+        """Set aside the jobs on which the pass failed; True if there were any: the scheduler must be rebuilt."""
         if not self._faults.new:
             return False
         for owner in self._faults.set_aside(len(context.jobs), self._monotonic()):
             log.error("a job is set aside", job_id=owner, reason=str(self._faults.aside[owner]))
         return True
 
-    # -- look ---------------------------------------------------------------------------------------------------
+    # -- observe ------------------------------------------------------------------------------------------------
 
     def _look(self) -> tuple[GangObservation, ...]:
         monotonic_s = self._monotonic()
@@ -379,7 +379,7 @@ class Reconciler:
         self._inbox.deliver(observations)
         return observations
 
-    # -- think --------------------------------------------------------------------------------------------------
+    # -- decide -------------------------------------------------------------------------------------------------
 
     def _restore(self, context: PassContext) -> Scheduler:
         scheduler = _new_scheduler(self._settings, nodes_now(context, self._nodes))
@@ -402,7 +402,7 @@ class Reconciler:
         return scheduler
 
     def _state_of(self, context: PassContext, row: IncarnationRow) -> JobState | None:
-        """What is stored of what the scheduler remembers of a job."""
+        """Return the stored scheduler state of a job; None if it has none, or it cannot be read."""
         if not row.introduced or row.terminal or row.scheduler_state is None:
             return None
         with context.on_behalf_of(row.job_id, "reading what the scheduler remembered of it"):
@@ -414,14 +414,14 @@ class Reconciler:
         return None
 
     def _with_its_margin(self, state: JobState, raw: Mapping[str, Any]) -> JobState:
-        """A job that was promised when all speeds had one flat margin keeps it where its speed was not measured."""
+        """Keep the flat margin of a job admitted when all speeds had one, where its speed was not measured."""
         if "speed_sigma" in raw["job"]:
             return state
         sigma = sigma_of_margin(self._settings.throughput_error, self._settings.scheduler_config())
         return replace(state, job=replace(state.job, speed_sigma=sigma))
 
     def _hear(self, context: PassContext) -> None:
-        """Decide on those who have submitted, and on what they want otherwise now."""
+        """Decide on new submissions and on amendments."""
         began_s = time.perf_counter()
         slots = sum(node.slots for node in self._nodes)
         introducing.introduce(context, self._device_type(), slots, self._candidate_service, self._crowd_s)
@@ -439,14 +439,14 @@ class Reconciler:
             log.warning(reason)
 
     def _notice_ignored(self, ignored: list[str]) -> None:
-        """Say once of each what is not heeded."""
+        """Log each stored fact that is ignored, once."""
         for said in ignored:
             if said not in self._ignored:
                 log.warning(said)
         self._ignored = ignored
 
     def _write_states(self, context: PassContext) -> dict[str, JobState]:
-        """Put what the scheduler remembers into the rows, as far as it is news; returns what they have then, by job."""
+        """Write changed scheduler states into the rows; return the states that the rows now have, by job id."""
         if not context.decided:
             return self._written
         written: dict[str, JobState] = {}
@@ -482,7 +482,7 @@ class Reconciler:
     def _device_type(self) -> str:
         return self._nodes[0].device_type if self._nodes else ""
 
-    # -- when next ----------------------------------------------------------------------------------------------
+    # -- when the next pass is due ------------------------------------------------------------------------------
 
     def _interval(self, context: PassContext) -> float | None:
         s = self._settings

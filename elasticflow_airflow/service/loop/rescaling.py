@@ -1,14 +1,15 @@
-"""Changes of a job's workers in place that do not go as planned: who is lost, who goes on, what is done instead.
+"""Handles changes of a job's workers in place that fail: lost workers, failed joins, fallbacks to a restart.
 
-A change in place is a generation that *continues* another: until its workers all say that they have switched, the one
-before trains on, and both are open. What can happen to it, and the answer:
+A change in place is a generation that *continues* another: until all its workers report that they have switched, the
+previous generation trains on, and both are open. What can go wrong, and the response:
 
-- a worker of the gang that trains dies or is given up: at once a generation of those that live, who go on from memory;
-- a worker that was to join dies: a generation with the slots as they were, and the scheduler decides anew;
-- it does not come about in time, cannot be ordered, or joining fails again: it is made by stop, save and restart;
+- a worker of the training gang dies or is given up: a generation of the surviving workers starts at once, from memory;
+- a worker that was to join dies: a generation with the previous slots starts, and the scheduler decides again;
+- the change is not done in time, cannot be ordered, or a join fails again: it is done by stop, save and restart;
 - two jobs wait for each other's slots: one of them makes room by a restart.
 
-What the service orders by itself is told to the scheduler once it runs. Rows in, rows out; calls no engine.
+The scheduler is told of generations that the service orders by itself once they run. Rows in, rows out; calls no
+engine.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from elasticflow_airflow.service.store.transitions import ORDERED
 from elasticflow_airflow.times import duration
 
 LEFT_ALONE_S = 5.0
-"""Workers leave a training that is finished within a moment of each other, and whether it is was said before."""
+"""Grace period: workers of a finished training exit shortly after each other, after reporting that it is finished."""
 
 
 def heal(context: PassContext) -> None:
-    """Answer to workers that have died since the last pass, in gangs that go on without them."""
+    """Handle workers that died since the last pass, in gangs that go on without them."""
     for row in context.rows:
         with context.on_behalf_of(row.job_id, "looking after its workers"):
             _heal(context, row)
@@ -63,9 +64,9 @@ def _heal(context: PassContext, row: IncarnationRow) -> None:
         return
     if not training.notes.in_place:
         return
-    leaving = 0 in codes  # As it is done; or, in a change, because it is not in the new gang.
+    leaving = 0 in codes  # It is done; or, in a change, it is not part of the new gang.
     if any(code > 0 for code in codes if code is not None) or (leaving and desired is training):
-        return  # It ends, by its script's failure or success: that is not answered here.
+        return  # It ends, by failure or success of its script: not handled here.
     known = context.lost_since(row, training)
     dead = [w for w in workers if (w.exit_code or 0) < 0 and w.worker_id not in known]
     if dead:
@@ -76,7 +77,7 @@ def _heal(context: PassContext, row: IncarnationRow) -> None:
 
 
 def _end_left_alone(context: PassContext, row: IncarnationRow, training: GenerationRow) -> None:
-    """End a training of which a worker has left without a word: the others would wait for it for ever."""
+    """End a training whose worker exited without reporting an end: the others would wait for it for ever."""
     left_at = training.notes.left_at
     if left_at is None:
         training.notes = replace(training.notes, left_at=context.now)
@@ -89,7 +90,7 @@ def _end_left_alone(context: PassContext, row: IncarnationRow, training: Generat
 
 
 def recover(context: PassContext, row: IncarnationRow, training: GenerationRow, lost: set[str], what: str) -> None:
-    """Have those go on from memory who live; ``what`` says what became of the ``lost``."""
+    """Have the surviving workers go on from memory; ``what`` describes what happened to the ``lost``."""
     known = context.lost_since(row, training) | lost
     living = [w for w in _workers(context, training) if w.exit_code is None and w.worker_id not in known]
     if not living:
@@ -136,7 +137,7 @@ def recover(context: PassContext, row: IncarnationRow, training: GenerationRow, 
 
 
 def survivors(placement: Sequence[Sequence[object]], living: Sequence[Sequence[object]]) -> list[list[object]]:
-    """The slots that go on: as many as possible, a power of two, and a part of the gang that was together before."""
+    """Return the slots that go on: as many as possible, a power of two, and if possible an aligned part of the gang."""
     there = [list(slot) for slot in placement if list(slot) in [list(one) for one in living]]
     size = 1 << (len(there).bit_length() - 1)
     row = sorted((list(slot) for slot in placement), key=lambda slot: (str(slot[0]), slot[1]))
@@ -148,7 +149,7 @@ def survivors(placement: Sequence[Sequence[object]], living: Sequence[Sequence[o
 
 
 def fall_back(context: PassContext, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
-    """Make a change by stop, save and restart that did not come about in place."""
+    """Replace a change in place that failed by stop, save and restart."""
     _count_failure(row)
     training = context.training(row)
     before = training.workers if training is not None and training is not generation else 0
@@ -179,7 +180,7 @@ def fall_back(context: PassContext, row: IncarnationRow, generation: GenerationR
 
 
 def break_circles(context: PassContext) -> None:
-    """Of jobs that wait in a circle for each other's slots, have one make room and start again."""
+    """Have one of the jobs that wait in a circle for each other's slots make room and restart."""
     waiting: dict[str, tuple[IncarnationRow, GenerationRow, set[str]]] = {}
     on_slots = Holders(context)
     for row in context.rows:
@@ -201,7 +202,7 @@ def break_circles(context: PassContext) -> None:
 
 
 class Holders:
-    """Who is on which slots. Holds for as long as no generation changes."""
+    """The living generations on each slot. Valid as long as no generation changes."""
 
     def __init__(self, context: PassContext) -> None:
         self._on: dict[tuple[Any, ...], list[GenerationRow]] = {}
@@ -211,15 +212,15 @@ class Holders:
                     self._on.setdefault(tuple(slot), []).append(generation)
 
     def before(self, wanted: GenerationRow) -> set[str]:
-        """Other jobs whose gangs are still on slots of a generation: they were told to leave; it comes after them."""
+        """Return other jobs whose gangs still hold slots of a generation, which has to wait until they have left."""
         there = (g.job_id for slot in wanted.placement for g in self._on.get(tuple(slot), ()))
         return {job_id for job_id in there if job_id != wanted.job_id}
 
 
 def go_on_as_planned(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
-    """Tell the scheduler of a gang that the service ordered by itself; or have the gang follow what was planned since.
+    """Tell the scheduler of a gang that the service ordered by itself, or move the gang to its newly planned slots.
 
-    While those that live re-formed, the scheduler may have given their slots to others.
+    While the surviving workers re-formed, the scheduler may have given their slots to other jobs.
     """
     state = context.state_of(row.job_id)
     if state is None:
@@ -258,7 +259,7 @@ def go_on_as_planned(context: PassContext, row: IncarnationRow, generation: Gene
 def _look_after_joiners(
     context: PassContext, row: IncarnationRow, training: GenerationRow, change: GenerationRow
 ) -> None:
-    """Give a change up whose new workers die, or do not answer: the gang that trains has lost nothing by it."""
+    """Give up a change whose new workers die or do not answer: the training gang loses nothing by it."""
     if change.running_at is not None:
         return
     staying = {worker.worker_id for worker in _workers(context, training)}
@@ -327,7 +328,7 @@ def _stay(
 
 
 def _given_away(context: PassContext, training: GenerationRow) -> bool:
-    """Whether the scheduler has given slots that this gang should leave to others."""
+    """Return whether the scheduler has given slots of this gang to other jobs."""
     mine = {(str(node), int(index)) for node, index in training.placement}
     return any(
         tuple(slot) in mine
@@ -338,7 +339,7 @@ def _given_away(context: PassContext, training: GenerationRow) -> bool:
 
 
 def _drop_unswitched(context: PassContext, row: IncarnationRow, training: GenerationRow | None) -> None:
-    """Mark changes that have not come about: what becomes of them means nothing for the job."""
+    """Mark changes that were not completed as dropped: their outcome does not affect the job."""
     for generation in context.open_of(row):
         if training is not None and generation.generation > training.generation:
             generation.notes = replace(generation.notes, dropped=True)

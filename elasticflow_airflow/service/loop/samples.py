@@ -1,7 +1,7 @@
-"""What the pages show of a training as it went: samples of its progress, and where the time of its workers went.
+"""The course of a training for the web pages: samples of its progress, and how its workers spent their time.
 
-Written in the pass that folds the reports in anyway, in the same transaction, and thinned: a job keeps a few hundred
-samples however long it trains. Rows in, rows out; decides nothing, and nothing depends on it.
+Written by the pass that folds in the reports, in the same transaction, and thinned: a job keeps a few hundred samples
+however long it trains. Rows in, rows out; decides nothing, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow, WorkerTimesRow
 
 MOST = 500
-"""A job keeps at most so many samples."""
+"""The most samples that a job keeps."""
 INTERVAL_S = 1.0
-"""At first there is a sample so often; each thinning doubles it."""
+"""Initial interval between samples; each thinning doubles it."""
 _TIMES = ("data_s", "compute_s", "reduce_s", "wait_s", "pause_s", "save_s", "other_s")
 _NOTED = ("noise_scale", "samples_per_s")
 _SIZES = ("window_steps", "samples", "memory_bytes", "device_memory_bytes")
@@ -33,10 +33,10 @@ def take(
     *,
     last: bool = False,
 ) -> None:
-    """Keep a sample of what was just folded into the row, unless the last one is too fresh.
+    """Record a sample of the progress that was just folded into the row, unless the last one is too recent.
 
-    ``at_s`` is when it was so (UTC seconds), ``speed`` the speed of late in steps/s. A change of the number of workers
-    is always kept, and so is the ``last`` word of a training.
+    ``at_s`` is its time (UTC seconds), ``speed`` the recent speed in steps/s. A change of the number of workers is
+    always recorded, and so is the ``last`` sample of a training.
     """
     sampling = row.sampling
     stride, before = sampling.stride, sampling.number
@@ -66,21 +66,21 @@ def take(
 
 
 def note(row: IncarnationRow, data: Mapping[str, Any]) -> None:
-    """Remember what a progress report says of the gradients' noise, and of the samples of all workers."""
+    """Keep the gradient noise scale and the samples per second of all workers from a progress report."""
     told = {name: value for name in _NOTED if (value := _number(data.get(name))) is not None}
     if told:
         row.sampling = replace(row.sampling, **told)
 
 
 def write(context: PassContext) -> None:
-    """Store the samples that were taken in this pass, all at once."""
+    """Store all samples of this pass that are not stored yet, at once."""
     if context.samples:
         context.tx.add_samples(context.samples)
         context.samples = []
 
 
 def take_worker(context: PassContext, row: IncarnationRow, generation: GenerationRow, report: Report) -> None:
-    """Keep where the time of a worker went in the window that it reports; the window before is forgotten."""
+    """Record how a worker spent its time in the window that it reports; this replaces its previous window."""
     window: dict[str, Any] = {name: value for name in _TIMES if (value := _number(report.data.get(name))) is not None}
     window |= {name: int(value) for name in _SIZES if (value := _number(report.data.get(name))) is not None}
     if not window:

@@ -1,10 +1,10 @@
-"""A worker that is slow for good holds up its whole gang: the gang leaves its slot, as it leaves nodes that go away.
+"""Moves gangs off slots of persistently slow workers, as off draining nodes: a slow worker holds up its whole gang.
 
-What workers measure is compared within the gang (``scheduler_core.jobs.stragglers``). Before anything is done, a copy
-of the scheduler is asked what would come of it: the gang moves to other slots if it can, or goes on with fewer workers
+The workers' measurements are compared within the gang (``scheduler_core.jobs.stragglers``). Before anything is done, a
+copy of the scheduler is asked for the outcome: the gang moves to other slots if it can, or goes on with fewer workers
 if no deadline suffers and that is faster; otherwise it stays. The slot is avoided for a while. Rows in, rows out; calls
-no engine. ``GenerationRow.notes`` holds ``windows`` (compute seconds per step, by worker) and ``slow`` (by worker that
-was told of: when it was last asked whether it can be helped).
+no engine. ``GenerationRow.notes`` holds ``windows`` (compute seconds per step, by worker) and ``slow`` (by slow worker:
+when a way to leave its slot was last tried).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationR
 from elasticflow_airflow.times import moment
 
 _ASK_AGAIN_S = 30.0
-"""A worker that was left where it is: other slots may be free by now."""
+"""Seconds until a slow worker that was left in place is tried again, as other slots may be free by then."""
 _LEAST_GAIN = 0.1
-"""Of the gang's step: where less is lost by waiting for a worker (most of a step is no computing), it does no harm."""
+"""Fraction of the gang's step. If waiting for a worker costs less (most of a step is no computing), it is harmless."""
 _MOST_GAIN = 0.9
-"""Of a step's time: more than that is never expected back from leaving a slow slot."""
+"""Fraction of a step's time: leaving a slow slot is never expected to save more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slow:
-    """What was seen: a worker's compute time per step, and the median of the others'."""
+    """A slow worker: its compute time per step, and the median of the other workers' (seconds)."""
 
     worker: WorkerObservation
     step_s: float
@@ -53,7 +53,7 @@ class _Slow:
 
 
 def note(context: PassContext, generation: GenerationRow, report: Report) -> None:
-    """Keep what a worker has measured of itself. Waiting for others is no part of it, nor is what only rank 0 does."""
+    """Record a worker's own time per step, without waiting for others and without what only rank 0 does."""
     data = report.data
     compute, steps = data.get("compute_s"), data.get("window_steps")
     if not isinstance(compute, int | float) or not isinstance(steps, int):
@@ -65,7 +65,7 @@ def note(context: PassContext, generation: GenerationRow, report: Report) -> Non
 
 
 def watch(context: PassContext) -> None:
-    """Answer to workers that are slow for good, one a gang in a pass."""
+    """Handle persistently slow workers, at most one per gang and pass."""
     for row in context.rows:
         with context.on_behalf_of(row.job_id, "comparing the speeds of its workers"):
             _watch(context, row)
@@ -86,7 +86,7 @@ def _watch(context: PassContext, row: IncarnationRow) -> None:
 
 
 def take_back(context: PassContext) -> None:
-    """Use slots again whose time is over."""
+    """Stop avoiding slots whose time has expired."""
     for row in context.tx.avoided():
         if row.until_at <= context.now:
             context.tx.forget_avoided(row)
@@ -109,7 +109,7 @@ def _find(context: PassContext, row: IncarnationRow, training: GenerationRow) ->
 
 
 def _answer(context: PassContext, row: IncarnationRow, training: GenerationRow, slow: _Slow, *, again: bool) -> None:
-    """Have the gang leave the slot, if that does good and no harm; say what was seen and done, that it stays once."""
+    """Have the gang leave the slot if that helps and does no harm; write an event, once only if the gang stays."""
     until_s = context.now + context.settings.straggler_avoid_s
     slot = slow.worker.slot
     event = ev.SlotSlow(row.job_id, slot, until_s, _gain(context, row, slow))
@@ -137,7 +137,7 @@ def _answer(context: PassContext, row: IncarnationRow, training: GenerationRow, 
 
 
 def _gain(context: PassContext, row: IncarnationRow, slow: _Slow) -> float:
-    """How many times the steps the gang would make without it: the time that the others wait for it is saved."""
+    """Return the factor by which the gang would speed up without the worker, as the others need not wait for it."""
     state = context.state_of(row.job_id)
     if not row.steps_per_s or state is None or state.job.curve is None:
         return 1.0
@@ -148,7 +148,7 @@ def _gain(context: PassContext, row: IncarnationRow, slow: _Slow) -> float:
 
 
 def _outcome(context: PassContext, row: IncarnationRow, training: GenerationRow, event: ev.SlotSlow) -> tuple[str, int]:
-    """Ask a copy of the scheduler: why the gang had better stay (empty: it should go), and its number of workers."""
+    """Ask a copy of the scheduler. Return why the gang should stay (empty: it should leave), and its new size."""
     if not context.settings.straggler_removal:
         return "ELASTICFLOW_STRAGGLER_REMOVAL is off", 0
     if can_continue(context, row) is None:

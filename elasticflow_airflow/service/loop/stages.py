@@ -1,12 +1,11 @@
-"""What a pass thinks: its stages between looking and writing, in their order.
+"""The stages of a pass between observing and writing, in order.
 
-Why in this order: whoever is set aside is seen to first, for nobody else looks after them. Then come facts, before
-anything is decided on them: the clock, the nodes, what workers did, and what was found out about checkpoints. Then what
-happened against plan is answered (deaths, slow workers, refusals, ends), and what frees slots (cancels, leases that
-have run out), so that newcomers find them free. Room for expected runs is kept before newcomers are heard, who could
-take it. Deadlines, hangs and the scheduler's own clock follow, since a newcomer may have changed the plan. What comes
-of all decisions together stands last: who waits in a circle, whose end is complete, and what is asked for the next
-pass.
+The order has these reasons. Jobs that are set aside come first, as no other stage handles them. Facts are recorded
+before anything is decided on them: the clock, the nodes, what workers did, and results about checkpoints. Next are
+deviations from the plan (deaths, slow workers, refusals, ends) and what frees slots (cancels, expired leases), so that
+new jobs find those slots free. Room for expected runs is reserved before new jobs, which could take it, are decided
+on. Deadlines, hangs and the scheduler's wake-up follow, since a new job may have changed the plan. Last are the stages
+that depend on all decisions: jobs that wait in a circle, completed ends, and requests for the next pass.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from elasticflow_airflow.service.store.tables import IncarnationRow
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a pass has looked at before it thinks."""
+    """What a pass observed before its stages run."""
 
     observations: Sequence[GangObservation]
     looked: Sequence[Looked]
-    """What was found out about candidate checkpoints."""
+    """Results about candidate checkpoints."""
     nodes: tuple[EngineNode, ...]
     monotonic_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """What stages remember from pass to pass, and whom they ask. ``hear`` decides on who has submitted."""
+    """State that stages keep between passes, and services they use. ``hear`` decides on new submissions."""
 
     actuator: Actuator
     inbox: observing.Inbox
@@ -63,7 +62,7 @@ class StageParts:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage: what it needs, and what it gives to those that follow."""
+    """One stage: what it needs, and what it provides to later stages."""
 
     name: str
     needs: str
@@ -72,7 +71,7 @@ class Stage:
 
 
 def stages(parts: StageParts) -> tuple[Stage, ...]:
-    """All stages, in the order of this module's docstring."""
+    """Return all stages, in the order explained in the module docstring."""
     return (
         Stage(
             "say who is set aside",

@@ -1,8 +1,8 @@
-"""Gangs that the service knows nothing of, and slots that the engine refuses: nothing is planned there until they go.
+"""Gangs unknown to the service, and slots that the engine refuses: nothing is planned on these slots meanwhile.
 
-A database that was lost, or put back from a copy, forgets jobs whose workers go on. They are told to save and leave, as
-nobody renews their leases any more; the slots that they hold are nobody's trouble but their own. Observations and rows
-in, rows out; calls no engine.
+A database that was lost or restored from a backup has no record of jobs whose workers still run. These workers are told
+to save and leave, as their leases are not renewed any more; the slots that they hold do not affect any other job.
+Observations and rows in, rows out; calls no engine.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from elasticflow_airflow.service.decisions.setting_aside import slots_of
 log = structlog.get_logger()
 
 _RETRY_S = (30.0, 600.0)
-"""A slot that was refused is planned with again after so long, twice as long each time, and at most after so long."""
+"""First and longest wait until a refused slot is planned with again; the wait doubles with each refusal."""
 _LONGER_S = 60.0
-"""A gang that should have left by now is given so long again."""
+"""Extra time for a gang that should have left by now."""
 
 _Key = tuple[str, int]
 
 
 @dataclass(slots=True)
 class _Refusal:
-    """The engine has refused a slot, so often in a row, and why."""
+    """A slot that the engine refused: its holder, until when it is avoided (UTC seconds), and how often in a row."""
 
     holder: str
     until_s: float
     times: int = 1
     unseen: bool = False
-    """The engine refuses the slot, and lists it as free."""
+    """Whether the engine refuses the slot but lists it as free."""
 
 
 @dataclass(slots=True)
 class Leftovers:
-    """What of the observed gangs is nobody's, and which slots were refused."""
+    """Observed gangs that belong to no job of this service, and slots that were refused."""
 
     _gangs: dict[_Key, GangObservation] = field(default_factory=dict)
-    """Gangs that no row knows and that have not ended."""
+    """Gangs that have no row and have not ended."""
     _leave_s: dict[_Key, float] = field(default_factory=dict)
-    """When they should have left, UTC seconds."""
+    """When these gangs should have left (UTC seconds)."""
     _refused: dict[Slot, _Refusal] = field(default_factory=dict)
     _told: dict[_Key, str] = field(default_factory=dict)
-    """Of which gangs an event says that they are there; and what it says of their slots."""
+    """Gangs that a stored event has announced, with the slots that it names."""
     _telling: dict[_Key, str] = field(default_factory=dict)
-    """As ``_told``, once the pass is written."""
+    """The value of ``_told`` once the pass is stored."""
 
     def look(self, context: PassContext, observations: Sequence[GangObservation], seen: Iterable[EngineNode]) -> None:
-        """Find out which gangs are nobody's, and say so once of each; ``seen`` are the nodes as the engine has them."""
+        """Find gangs that belong to no job, and announce each once; ``seen`` are the nodes that the engine reports."""
         known = {(one.job_id, one.generation) for one in context.tx.current_generations}
         strangers = [gang for gang in observations if (gang.job_id, gang.generation) not in known]
         self._gangs = {(g.job_id, g.generation): g for g in strangers if g.state is not GangState.ENDED}
@@ -69,7 +69,7 @@ class Leftovers:
         self._tell(context)
         for node in seen:
             for index in node.busy:
-                self._refused.pop(Slot(node.node_id, index), None)  # From now on the engine says when it is free.
+                self._refused.pop(Slot(node.node_id, index), None)  # From now on the engine reports when it is free.
         for refusal in self._refused.values():
             refusal.unseen = True
 
@@ -86,11 +86,11 @@ class Leftovers:
             )
 
     def stored(self) -> None:
-        """The pass is written, and its events with it."""
+        """Note that the pass is stored, and its events with it."""
         self._told = self._telling
 
     def refuse(self, held: Mapping[Slot, str], now: float) -> None:
-        """The engine would not start a gang on these slots."""
+        """Note that the engine refused to start a gang on these slots."""
         for slot, holder in held.items():
             before = self._refused.get(slot)
             if before is None:
@@ -100,12 +100,12 @@ class Leftovers:
                 before.times += 1
 
     def took(self, slots: Iterable[Slot]) -> None:
-        """A gang has started on these slots."""
+        """Note that a gang has started on these slots."""
         for slot in slots:
             self._refused.pop(slot, None)
 
     def held(self, context: PassContext) -> dict[Slot, Held]:
-        """Slots on which nothing is to be planned. Where a gang of ours stands, nobody else does."""
+        """Return the slots on which nothing is to be planned; slots of our own living gangs are never among them."""
         found = {
             slot: Held(one.holder, one.until_s) for slot, one in self._refused.items() if one.until_s > context.now
         }
@@ -117,7 +117,7 @@ class Leftovers:
         return {slot: held for slot, held in found.items() if slot not in ours}
 
     def problems(self, now: float) -> list[str]:
-        """What is to be said of them in the service's health."""
+        """Return the problems to report in the service's health."""
         told = [
             f"{_name(key)} holds {_names(_slots(gang))}, and is of no job of this service (was"
             " its database lost, or put back from a copy?): nothing is planned there until it has saved and left, as it"
@@ -132,18 +132,19 @@ class Leftovers:
         ]
 
     def to_leave(self, context: PassContext) -> list[str]:
-        """Jobs of whose gangs none is ours: they can be told to leave by the job's id.
+        """Return the jobs none of whose gangs is ours: these gangs can be stopped by job id.
 
-        Of a job that has another generation in hand, that one's start sends those before it away.
+        If a job has another generation that is ours, starting that one stops the generations before it.
         """
         mine = {job_id for job_id, _ in context.generations} | {row.job_id for row in context.aside}
         return sorted({job_id for job_id, _ in self._gangs} - mine)
 
 
 def number_above(context: PassContext, latest: Callable[[str], int], *, everyone: bool) -> None:
-    """Have no generation be ordered by a number that the engine has had for the job, in whichever life of the service.
+    """Raise jobs' generation numbers to the latest that the engine knows, so that none is ever used twice.
 
-    Asked of jobs that are new; of ``everyone`` when the service begins with what is stored.
+    This includes numbers from any earlier life of the service. Checks new jobs, or ``everyone`` when the scheduler is
+    rebuilt from the store.
     """
     for row in context.rows:
         if everyone or not row.introduced:
@@ -154,14 +155,14 @@ def number_above(context: PassContext, latest: Callable[[str], int], *, everyone
 
 
 def _clear(context: PassContext, gang: GangObservation) -> None:
-    """It is gone: a generation of the same job may start, if none that we know of comes before."""
+    """Note that a gang is gone: a generation of the same job may start, unless an older open one comes before it."""
     for row in context.incarnations_of(gang.job_id):
         if not row.terminal and all(g.generation > gang.generation for g in context.open_of(row)):
             row.cleared_generation = max(row.cleared_generation, gang.generation)
 
 
 def _slots(gang: GangObservation) -> list[Slot]:
-    """Where it may have processes."""
+    """Return the slots on which a gang may have processes."""
     return [worker.slot for worker in gang.workers if worker.exit_code is None] if gang.state in STANDING else []
 
 

@@ -1,6 +1,6 @@
-"""Looks at the clock: deadlines that pass, gangs that hang or never start, measurements that take too long.
+"""Watches time limits: deadlines that pass, gangs that hang or never start, measurements that take too long.
 
-What hangs is told on the monotonic clock. Writes rows and asks the scheduler; calls no engine.
+Hangs are measured on the monotonic clock. Writes rows and asks the scheduler; calls no engine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from elasticflow_airflow.times import duration, moment
 
 _HANG_STEPS = 20
 _SILENT_FRACTION = 0.25
-"""Of the time that a start may take: so long a gang must have been silent, whatever the wall clock says."""
+"""Fraction of the allowed start time for which a gang must have been silent, whatever the wall clock says."""
 
 
 def watch_deadlines(context: PassContext) -> None:
-    """Do what the author wants when a deadline passes before the end."""
+    """Apply ``on_miss`` to jobs whose deadline passes before their end."""
     for row in context.rows:
         with context.on_behalf_of(row.job_id, "watching its deadline"):
             _watch_deadline(context, row)
@@ -50,14 +50,14 @@ def _watch_deadline(context: PassContext, row: IncarnationRow) -> None:
 
 @dataclass(slots=True)
 class _Sign:
-    """The last sign of life of a generation."""
+    """The last sign of life of a generation, and when it was seen."""
 
     of: tuple[object, ...]
     at_monotonic_s: float
 
 
 class HangDetector:
-    """Since when each gang has shown no sign of life, in monotonic time."""
+    """Tracks since when each gang has shown no sign of life, in monotonic time."""
 
     def __init__(self) -> None:
         self._signs: dict[tuple[str, int], _Sign] = {}
@@ -76,9 +76,9 @@ class HangDetector:
             return
         self._watch(context, row, desired, monotonic_s)
         due = context.due(row)
-        waits = due is not None and bool(due.lost)  # Those that live wait until they are together again.
+        waits = due is not None and bool(due.lost)  # The survivors wait until the gang is complete again.
         if training is not None and training is not desired and context.desired(row) is desired and not waits:
-            self._watch(context, row, training, monotonic_s)  # It trains on until the change has come about.
+            self._watch(context, row, training, monotonic_s)  # It trains on until the change is done.
 
     def _watch(self, context: PassContext, row: IncarnationRow, generation: GenerationRow, monotonic_s: float) -> None:
         key = (generation.job_id, generation.generation)
@@ -103,7 +103,7 @@ def _quiet(context: PassContext, row: IncarnationRow, generation: GenerationRow,
             _hang(context, row, generation, f"did not make a first step within {duration(quiet_s)} of its start")
     elif generation.state == GangState.RUNNING:
         if not row.ever_reported:
-            # Counted from the order on: after ``profile_startup_s`` and some more the scheduler gives it up.
+            # Counted from when it was ordered: the scheduler gives it up a little after ``profile_startup_s``.
             ordered_s = context.now - generation.created_at
             if ordered_s > s.profile_startup_s and quiet_s > _SILENT_FRACTION * s.profile_startup_s:
                 _reports_nothing(context, row, generation)
@@ -127,7 +127,7 @@ def _hang_limit_s(context: PassContext, row: IncarnationRow) -> float:
 
 
 def _give_up_hung(context: PassContext, row: IncarnationRow, generation: GenerationRow, quiet_s: float) -> bool:
-    """Give up a worker that holds the others up, if one can be told from them; False when not."""
+    """Give up the workers that hold the others up; return False if none can be identified."""
     limit_s = context.settings.heartbeat_limit_s
     step_s = 1.0 / row.steps_per_s if row.steps_per_s else 0.0
     workers = context.workers.get((generation.job_id, generation.generation), ())

@@ -1,7 +1,7 @@
-"""Which nodes nobody needs, and how many more are wanted: as an answer, and as two gauges.
+"""Reports which nodes are not needed and how many more are wanted, as an answer and as two gauges.
 
-Runs in the threads of HTTP handlers, on a copy of the scheduler. Reports only: no node comes or
-goes by it.
+Runs in the threads of HTTP handlers, on a copy of the scheduler. It only reports: it adds and
+removes no nodes.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from elasticflow_airflow.service.store.views import UNREADABLE
 log = structlog.get_logger()
 
 GAUGES_HOURS = 24.0
-"""The horizon of the gauges."""
+"""The horizon of the gauges, in hours."""
 _HOUR_S = 3600.0
 _MOST_REJECTED = 200
-"""So many rejected jobs are looked at, the newest ..."""
+"""The number of rejected jobs that are examined, the newest first ..."""
 _MOST_ASKING = 30
-"""... and of those with their deadline ahead so many asked about again: each costs a decision for each number tried."""
+"""... and of those with a future deadline, how many are tried again: each costs one decision per number of nodes."""
 _REST_S = 60.0
-"""The gauges are worked out once in this time at most ..."""
+"""The gauges are computed at most once in this time ..."""
 _REST_FACTOR = 20.0
-"""... and in a twentieth of all time at most: planning takes the interpreter from the loop."""
+"""... and for at most a twentieth of all time, because planning takes the interpreter from the loop."""
 _OLD_S = 600.0
-"""What was found so long before the next look was due is not shown any more."""
+"""An answer is no longer shown when its renewal is overdue by this time."""
 _FIRST_S = 2.0
-"""A scrape waits so long for what is not known yet."""
+"""How long a scrape waits for the first answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityService:
-    """The service's side."""
+    """Answers capacity requests."""
 
     forecasts: ForecastService
 
     def capacity(self, hours: float = GAUGES_HOURS) -> CapacityAnswer:
-        """What nobody needs in the next ``hours``, or what is missing. Raises Refusal 503."""
+        """Return the nodes not needed in the next ``hours``, or those that are missing. Raises Refusal 503."""
         scheduler, now = self.forecasts.present(), self.forecasts.clock()
         with self.forecasts.store.read() as reader:
             rejected = self._rejected(reader, now - hours * _HOUR_S, now)
@@ -65,20 +65,20 @@ class CapacityService:
         return _answer(found, identities, now, now + hours * _HOUR_S)
 
     def _rejected(self, reader: Reader, since: float, now: float) -> list[Job]:
-        """Jobs that were rejected since then, whose deadline is ahead, and that nobody has submitted again."""
+        """Return jobs rejected after ``since`` that have a future deadline and were not submitted again."""
         found = reader.list_current(state=State.REJECTED.value, dag_id=None, live=False, limit=_MOST_REJECTED)
         jobs = []
         for job, row in found:
             ahead = row.deadline_at is not None and row.deadline_at > now and not row.best_effort
             if ahead and (row.finished_at or row.submitted_at) > since:
-                with suppress(*UNREADABLE):  # Of one job: what the others ask for is known.
+                with suppress(*UNREADABLE):  # One unreadable job does not affect the others.
                     asking = self._job(reader, job, row)
                     if asking is not None:
                         jobs.append(asking)
         return jobs[:_MOST_ASKING]
 
     def _job(self, reader: Reader, job: JobRow, row: IncarnationRow) -> Job | None:
-        """A rejected job as it would ask again; None while its speed or its length is not known."""
+        """Return a rejected job as it would be submitted again; None while its speed or length is unknown."""
         past = task_history.past_of(reader.history(job.recurring_key, row.signature) if row.signature else None)
         known = known_speeds(row.submission, past.measured)
         speeds = known or {str(size): float(speed) for size, speed in row.speeds.items()}
@@ -140,7 +140,7 @@ def _want(one: Want, identities: Mapping[str, JobIdentity]) -> CapacityWant:
 
 
 class CapacityWatch:
-    """The last answer for the gauges; a new one is worked out beside whoever asks. Thread-safe."""
+    """Caches the last answer for the gauges; new ones are computed in a background thread. Thread-safe."""
 
     def __init__(self, service: CapacityService, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._service, self._monotonic = service, monotonic
@@ -150,7 +150,7 @@ class CapacityWatch:
         self._next_s = monotonic()
 
     def look(self, wait_s: float = _FIRST_S) -> CapacityAnswer | None:
-        """The newest answer, and have a newer one worked out if it is time; None while it is not known."""
+        """Return the newest answer, and start a renewal if one is due; returns None while no answer is known."""
         with self._lock:
             now = self._monotonic()
             if now > self._next_s + _OLD_S:
@@ -169,7 +169,7 @@ class CapacityWatch:
         began, answer, rest_s = self._monotonic(), None, _REST_S
         try:
             answer = self._service.capacity(GAUGES_HOURS)
-        except Refusal:  # the scheduler is not there yet
+        except Refusal:  # the scheduler does not exist yet
             rest_s = 0.0
         except Exception:
             log.exception("what capacity is needed could not be worked out")

@@ -1,4 +1,4 @@
-"""Questions about what would be: a forecast of all deadlines, and the verdict on a job that nobody submits.
+"""Answers hypothetical questions: a forecast of all deadlines, and the verdict on a job without submitting it.
 
 Runs in the threads of HTTP handlers, on a copy of the scheduler: neither the store nor the scheduler is changed.
 """
@@ -40,12 +40,12 @@ _INSTEAD = {
     "renegotiate": "nothing up to its latest_deadline can be promised either",
     "late": "nothing up to its latest_deadline can be promised either",
 }
-"""What becomes of a planned run that is missed, by ``on_reject``, unless it fails."""
+"""What happens to a planned run that is missed, by ``on_reject``, unless it fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastService:
-    """The service's side of both questions. ``scheduler`` gives a copy, None while there is none."""
+    """Answers both kinds of question. ``scheduler`` returns a copy of the scheduler, or None while there is none."""
 
     store: Store
     settings: ServiceSettings
@@ -54,7 +54,7 @@ class ForecastService:
     clock: Callable[[], float]
 
     def forecast(self, hours: float, planned: Sequence[PlannedRun] = ()) -> ForecastAnswer:
-        """What will become of everything that is due in the next ``hours``, and of what is planned.
+        """Return the outlook for everything that is due in the next ``hours``, and for the planned runs.
 
         Raises Refusal 503.
         """
@@ -96,7 +96,7 @@ class ForecastService:
         )
 
     def dry_run(self, job_id: str, submission: JobSubmission) -> DryRun:
-        """What admission control would say to a submission now. Raises Refusal 422, 503."""
+        """Return the verdict of admission control on a submission, if it came now. Raises Refusal 422, 503."""
         if submission.identity.job_id != job_id:
             raise wrong_job_id(job_id, submission.identity.job_id)
         scheduler, now = self.present(), self.clock()
@@ -122,7 +122,7 @@ class ForecastService:
     def _take_planned(
         self, scheduler: Scheduler, reader: Reader, planned: Sequence[PlannedRun], now: float
     ) -> tuple[dict[str, JobSubmission], list[ForecastItem]]:
-        """Have a copy of the scheduler expect planned runs; them by id, and what can be said without it."""
+        """Make a copy of the scheduler expect planned runs; returns these by run id, and items decided without it."""
         keys = {run.submission.identity.recurring_key for run in planned}
         for expected in scheduler.expected_runs():
             if expected.task in keys:
@@ -134,7 +134,7 @@ class ForecastService:
             identity = planned_run.submission.identity
             job = self._job(reader, identity.job_id, planned_run.submission, now)
             deadline_s = planned_run.submission.deadline_at
-            assert deadline_s is not None  # checked when it was read
+            assert deadline_s is not None  # checked when the request was parsed
             too_large = slots and planned_run.submission.min_workers > slots
             if too_large or job.curve is None or job.total_steps is None or deadline_s <= planned_run.due_at:
                 items.append(_told_at_once(planned_run, job, deadline_s, slots))
@@ -158,14 +158,14 @@ class ForecastService:
         return ids, items
 
     def present(self) -> Scheduler:
-        """A copy of the scheduler as it is. Raises Refusal 503."""
+        """Return a copy of the present scheduler. Raises Refusal 503."""
         scheduler = self.scheduler()
         if scheduler is None:
             raise Refusal(503, "no_answer_yet", "the scheduler is not there yet", "ask again in a moment")
         return scheduler
 
     def _job(self, reader: Reader, job_id: str, submission: JobSubmission, now: float) -> Job:
-        """The job as the loop would introduce it."""
+        """Return the job as the loop would submit it to the scheduler."""
         shares = logical_workers(submission)
         key = submission.identity.recurring_key
         past = task_history.past_of(
@@ -197,7 +197,7 @@ class ForecastService:
 
 
 def _planned(item: ForecastItem, submission: JobSubmission | None) -> ForecastItem:
-    """The outlook of a planned run, with what its author has chosen for a miss; of another, as it is."""
+    """Add to the item of a planned run what its author chose for a miss; other items are unchanged."""
     if submission is None:
         return item
     instead = _INSTEAD.get(submission.on_reject, "") if item.outcome == "missed" else ""
@@ -206,7 +206,7 @@ def _planned(item: ForecastItem, submission: JobSubmission | None) -> ForecastIt
 
 
 def _told_at_once(planned: PlannedRun, job: Job, deadline_s: float, slots: int) -> ForecastItem:
-    """What can be said of a planned run without looking at who is on the cluster."""
+    """Return the item of a planned run that can be answered without looking at the cluster's other jobs."""
     identity, least = planned.submission.identity, planned.submission.min_workers
     if slots and least > slots:
         outcome, reason = "missed", f"{never_fits(least, slots)}: it would be refused then"
@@ -262,13 +262,13 @@ def _verdict(scheduler: Scheduler, job: Job, now: float) -> Verdict:
 
 
 def identities_of(reader: Reader, job_ids: Iterable[str]) -> dict[str, JobIdentity]:
-    """Whose the jobs are, by id; those that nobody knows, and an empty id, are left out."""
+    """Return the identities of jobs, by id; unknown and empty ids are left out."""
     jobs = (reader.job(job_id) for job_id in job_ids if job_id)
     return {job.job_id: job.identity for job in jobs if job is not None}
 
 
 def whose(job_id: str, key: str, identities: Mapping[str, JobIdentity]) -> tuple[str, str | None, str | None]:
-    """Task, namespace and DAG of a job; without a job, of an expected run of the recurring task ``key``."""
+    """Return task, namespace and DAG of a job, or, with an empty id, of an expected run of the task ``key``."""
     if not job_id:
         return recurring_runs.name_of(key), *recurring_runs.owner_of(key)
     known = identities.get(job_id)
@@ -296,7 +296,7 @@ def _item(one: Outlook, identities: Mapping[str, JobIdentity]) -> ForecastItem:
 
 
 def _summary(items: list[ForecastItem], found: Forecast) -> str:
-    """One sentence."""
+    """Return the summary as one sentence."""
     if not items:
         return "nothing with a deadline is due"
     bad = [item for item in items if item.outcome in (Outcome.AT_RISK.value, Outcome.MISSED.value)]

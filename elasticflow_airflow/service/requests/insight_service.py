@@ -1,6 +1,6 @@
-"""What the pages ask: the cluster now and over time, the story of a job, and its run beside the others of its task.
+"""Answers the pages: the cluster now and over time, the story of a job, and its run next to others of its task.
 
-Runs in the threads of HTTP handlers; reads the store and what the scheduler has in mind, and changes neither.
+Runs in the threads of HTTP handlers; reads the store and the scheduler's plans, and changes neither.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from elasticflow_airflow.service.store.tables import (
 from elasticflow_airflow.service.store.views import UNREADABLE, slot_statuses, status_of
 
 MOST_ROWS = 5000
-"""A history tells of so many generations and submissions at most, the newest; its sums are of all."""
+"""The most generations and submissions in a history, the newest ones; its sums include all."""
 _MOST_JOBS = 1000
 LONGEST_S = 31 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class InsightService:
-    """The service's side. ``foresee`` tells what the scheduler has in mind, ``nodes`` what is there.
+    """Answers the requests of the pages. ``foresee`` returns the scheduler's plans, and ``nodes`` the nodes.
 
-    ``trained_with`` tells what decided on the weights of an incarnation with these generations.
+    ``trained_with`` returns everything that determined the weights of an incarnation with these generations.
     """
 
     store: Store
@@ -70,7 +70,7 @@ class InsightService:
     clock: Callable[[], float]
 
     def cluster(self) -> ClusterNow:
-        """Every slot and who holds it, and all live jobs, each with why it has its size or waits."""
+        """Return every slot with the job that holds it, and all live jobs, each with why it has its size or waits."""
         foresight, now = self.foresee(), self.clock()
         with self.store.read() as reader:
             live = reader.list_current(state=None, dag_id=None, live=True, limit=_MOST_JOBS)
@@ -87,7 +87,7 @@ class InsightService:
         )
 
     def history(self, from_at: float | None, until_at: float | None, parts: int) -> ClusterHistory:
-        """What was, what is planned, and what was asked for; by default of the day before and the day after now.
+        """Return past and planned spans and the submissions; by default for the day before and the day after now.
 
         Raises Refusal 422.
         """
@@ -140,7 +140,7 @@ class InsightService:
         )
 
     def story(self, job_id: str, incarnation: int | None) -> JobStory:
-        """Everything about one incarnation of a job (None: the current one). Raises Refusal 404, 500."""
+        """Return everything about one incarnation of a job (None: the current one). Raises Refusal 404, 500."""
         try:
             return self._story(job_id, incarnation)
         except UNREADABLE as error:
@@ -182,7 +182,7 @@ class InsightService:
         )
 
     def runs(self, job_id: str, limit: int) -> list[RunOfTask]:
-        """A run and the last others of the same recurring task, newest first. Raises Refusal 404."""
+        """Return a run and the latest others of the same recurring task, newest first. Raises Refusal 404."""
         now = self.clock()
         with self.store.read() as reader:
             job, row = _incarnation(reader, job_id, None)
@@ -198,7 +198,7 @@ class InsightService:
 
 @dataclass(slots=True)
 class _Held:
-    """Adds up who held slots and when they computed: over equal parts of the time, and by namespace and DAG."""
+    """Sums the slot-seconds held and computed: over equal parts of the time, and by namespace and DAG."""
 
     from_at: float
     part_s: float
@@ -223,7 +223,7 @@ class _Held:
 
 
 def _by_dag(asked: Sequence[DagAsked], held_s: Mapping[tuple[str, str], float]) -> list[DagTotals]:
-    """Both sums of each DAG; one that asked for nothing may have held slots until its workers had left."""
+    """Combine both sums of each DAG; one without submissions may have held slots until its workers had left."""
     found = {(one.namespace, one.dag_id): one for one in asked}
     for whose in held_s:
         namespace, dag_id = whose
@@ -240,7 +240,7 @@ def _why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, st
 
 
 def _decided_in(row: IncarnationRow) -> int | None:
-    """The event of its verdict."""
+    """Return the id of the event of its verdict, or None."""
     verdict = readable(row.verdict)
     event_id = None if verdict is None else verdict.event_id
     return event_id if event_id is not None and bounds.count_problem(event_id) is None else None
@@ -321,7 +321,7 @@ def _admission(
 
 
 def _shown(submission: StoredSubmission | None) -> dict[str, Any]:
-    """What was asked for, without what may be secret: of the environment only the names. Empty: it cannot be read."""
+    """Return a submission without possible secrets: of the environment only names. Empty if it cannot be read."""
     if submission is None:
         return {}
     shown = submission.model_dump(mode="json", exclude={"secret_env": True, "command": {"args_shown"}}, warnings=False)
@@ -338,7 +338,7 @@ def _curve(measured: Mapping[int, float], reckoned: Mapping[int, float]) -> list
 
 
 def _worker_times(rows: Sequence[WorkerTimesRow]) -> list[WorkerTimes]:
-    """Those of the newest generation that has reported; in it, workers that are gone say nothing any more."""
+    """Return the times of the newest generation that has reported; workers that are gone are not part of it."""
     newest = max((row.generation for row in rows), default=0)
     return [
         WorkerTimes.model_validate(

@@ -1,7 +1,7 @@
-"""What callers want of jobs: submit or attach, amend, cancel, acknowledge, renew. The rules of identity and claim.
+"""Handles requests about jobs: submit or attach, amend, cancel, acknowledge, renew. The rules of identity and claim.
 
-Runs in the threads of HTTP handlers: writes wishes into the store, wakes the loop, and reads what it has answered; who
-waits for that holds no thread (``job_routes``). Calls neither the scheduler nor the engine.
+Runs in the threads of HTTP handlers: writes the desired state into the store, wakes the loop, and reads its answers. A
+request that waits for an answer holds no thread (``job_routes``). Calls neither the scheduler nor the engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAMED_FILES = 10
 
 
 class Submitted(NamedTuple):
-    """What a submit has done: ``amendment_id`` where it asks for another deadline or value of a job that lives."""
+    """The result of a submit; ``amendment_id`` is set if it asks for another deadline or value of a live job."""
 
     job_id: str
     incarnation: int
@@ -50,7 +50,7 @@ class Submitted(NamedTuple):
     amendment_id: int | None
 
     def attachment(self, status: JobStatus, answer: AmendmentAnswer | None) -> Attachment:
-        """What there is to say about it by now; ``answer`` is what the loop has said to the amendment."""
+        """Return the answer to the client; ``answer`` is the loop's answer to the amendment, if there is one yet."""
         warnings = [*self.warnings]
         if answer is not None and not answer.accepted:
             held = "the changed deadline or value is not promised, and what held before holds on"
@@ -60,7 +60,7 @@ class Submitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobService:
-    """The service's side of every call about jobs. ``slots`` tells how many slots there are in all, 0 if unknown."""
+    """Handles every call about jobs. ``slots`` returns the total number of slots, 0 if unknown."""
 
     store: Store
     notifier: Notifier
@@ -71,12 +71,12 @@ class JobService:
     slots: Callable[[], int]
     clock: Callable[[], float]
     renewals: Renewals = field(default_factory=Renewals)
-    """Where the loop looks for who has asked."""
+    """Tells the loop which jobs were asked for."""
 
     def submit(self, job_id: str, submission: JobSubmission) -> Submitted:
-        """Attach to the live or unacknowledged equal job, or open a new incarnation.
+        """Attach to an equal job that is live or not acknowledged yet, or open a new incarnation.
 
-        Raises Refusal: wrong id, code that was not uploaded, sizes that never fit.
+        Raises Refusal for a wrong id, code that was not uploaded, or sizes that never fit.
         """
         self._check(job_id, submission)
         sealed = self.secrets.seal({name: value.get_secret_value() for name, value in submission.secret_env.items()})
@@ -98,7 +98,7 @@ class JobService:
         return Submitted(job_id, incarnation, claim, created, tuple(warnings), amendment_id)
 
     def decided(self, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], bool]:
-        """Those incarnations of jobs of which the loop has said something, or that are over."""
+        """Return those of these incarnations that the loop has decided on, or that are terminal."""
         with self.store.read() as reader:
             return dict.fromkeys(reader.decided(wanted), True)
 
@@ -114,14 +114,14 @@ class JobService:
         return Attachment(job=self.status(job_id), claim=claim, created=False)
 
     def status(self, job_id: str) -> JobStatus:
-        """Everything about a job. Raises Refusal 404."""
+        """Return the status of a job. Raises Refusal 404."""
         (answer,) = self.statuses([job_id])
         if isinstance(answer, Refusal):
             raise answer
         return answer
 
     def statuses(self, job_ids: Sequence[str]) -> list[JobStatus | Refusal]:
-        """Everything about several jobs, at one look; in the same order, each or that there is none."""
+        """Return the statuses of several jobs, from one query, in the same order; a Refusal 404 for an unknown job."""
         with self.store.read() as reader:
             found = reader.current_of(set(job_ids))
             return [status_of(*found[one]) if one in found else no_such_job(one) for one in job_ids]
@@ -135,9 +135,9 @@ class JobService:
         identity: Mapping[str, str | int] | None = None,
         after: tuple[float, str] | None = None,
     ) -> list[JobStatus]:
-        """Jobs, newest first. ``identity``: what they share, of namespace, run_id, task_id and map_index.
+        """List jobs, newest first. ``identity`` filters by any of namespace, run_id, task_id and map_index.
 
-        ``after``: only those that come after a job that was submitted then (UTC seconds), with this id.
+        ``after`` is the position of a job, (submitted at in UTC seconds, id): only jobs that come after it are listed.
         """
         with self.store.read() as reader:
             found = reader.list_current(
@@ -146,17 +146,17 @@ class JobService:
             return [status_of(*one) for one in reader.with_generations(found)]
 
     def renew(self, job_id: str, claim: int) -> JobStatus:
-        """Renew the lease; the status. Raises Refusal 404, 409."""
+        """Renew the lease, and return the status. Raises Refusal 404, 409."""
         (answer,) = self.renew_all([(job_id, claim)])
         if isinstance(answer, Refusal):
             raise answer
         return answer
 
     def renew_all(self, asked: Sequence[Question]) -> list[JobStatus | Refusal]:
-        """Renew the leases of several jobs, each with its claim, at one look; in the same order, what each is told.
+        """Renew the leases of several jobs, each with its claim; returns an answer for each, in the same order.
 
-        Without a write, but for a lease that is half over: what the loop does to a job that nobody asks for rests on
-        the count in the store, and would not hear of who comes back just then.
+        Nothing is written except for a lease that is half over: the loop decides on silent jobs by the count in the
+        store, and would otherwise miss a client that returns just then.
         """
         with self.store.read() as reader:
             found = reader.current_of({job_id for job_id, _ in asked})
@@ -186,7 +186,7 @@ class JobService:
         return status_of(job, row, generations) if claim == job.claim else stale_claim(job_id, claim, job.claim)
 
     def cancel(self, job_id: str, claim: int, reason: str) -> JobStatus:
-        """Cancel, once the workers have saved and left; a job that is over stays as it is. Raises Refusal 404, 409."""
+        """Cancel a job, once its workers have saved and left; a terminal job is unchanged. Raises Refusal 404, 409."""
         with self.store.write() as tx:
             _, row = _claimed(tx, job_id, claim)
             if not row.terminal and row.cancel_reason is None:
@@ -195,7 +195,7 @@ class JobService:
         return self.status(job_id)
 
     def acknowledge(self, job_id: str, claim: int) -> JobStatus:
-        """Airflow has recorded the success: the next submit trains anew. Raises Refusal 404, 409."""
+        """Note that Airflow has recorded the success, so the next submit trains anew. Raises Refusal 404, 409."""
         with self.store.write() as tx:
             _, row = _claimed(tx, job_id, claim)
             if row.state != State.SUCCEEDED:
@@ -212,7 +212,7 @@ class JobService:
         return self.status(job_id)
 
     def amend(self, job_id: str, request: AmendRequest) -> int:
-        """Ask for another deadline or value, if that can be promised; the amendment's id. Raises Refusal 404, 409."""
+        """Ask for another deadline or value; returns the amendment's id for the answer. Raises Refusal 404, 409."""
         with self.store.write() as tx:
             _, row = _claimed(tx, job_id, request.claim)
             amendment = AmendmentRow(
@@ -229,12 +229,12 @@ class JobService:
         return amendment_id
 
     def answered(self, amendment_ids: Collection[int]) -> dict[int, AmendmentAnswer]:
-        """By id, what the loop has said to these amendments, as far as it has."""
+        """Return the answers of the loop to these amendments, by id; those without an answer are left out."""
         with self.store.read() as reader:
             return reader.answered(amendment_ids)
 
     def drain(self, node_id: str, until_at: float | None) -> None:
-        """Say when a node goes away, or (None) that it stays. Which nodes there are is the caller's affair."""
+        """Set when a node goes away (UTC seconds), or None if it stays. The caller checks that the node exists."""
         with self.store.write() as tx:
             row = tx.session.get(DrainRow, node_id)
             if until_at is None:
@@ -258,7 +258,7 @@ class JobService:
         if script is not None:
             root = self.snapshots.path(sha256)
             path = Path(os.path.realpath(root / script))
-            # os.path says False, and does not raise, where a path cannot be: one too long with the folder before it.
+            # os.path returns False for an impossible path (too long together with its folder) instead of raising.
             if not path.is_relative_to(os.path.realpath(root)) or not os.path.isfile(path):
                 raise Refusal(
                     422,
@@ -286,7 +286,7 @@ class JobService:
     def _attach(
         self, tx: Writer, row: IncarnationRow, asked: _Asked, submission: JobSubmission
     ) -> tuple[list[str], int | None]:
-        """Go on with a job; returns what its owner should know, and the amendment that it asks for, if any."""
+        """Continue a job; returns warnings for its owner, and the id of the amendment that it asks for, if any."""
         row.renewals, row.heard_at = _next(row.renewals), self.clock()
         row.lease_s, row.orphan_s = submission.lease_s, submission.orphan_s
         if row.terminal:
@@ -299,12 +299,12 @@ class JobService:
         }
         now, asked_at = self.clock(), submission.deadline_at
         if asked_at is not None and asked_at <= now:
-            # A job that lives goes on, however late: nobody can promise what has passed.
+            # A live job continues, however late it is: a deadline in the past cannot be promised.
             if row.deadline_at is not None and row.deadline_at > now:
                 warnings.append(
                     f"the deadline {moment(asked_at)} has passed already; {moment(row.deadline_at)} holds on"
                 )
-            asked_at = None  # which changes nothing
+            asked_at = None  # leaves the deadline as it is
             wanted |= {"deadline_at": asked.deadline_at, "best_effort": asked.best_effort}
         if wanted == {"deadline_at": asked.deadline_at, "best_effort": asked.best_effort, "value": asked.value}:
             return warnings, None
@@ -354,10 +354,10 @@ class JobService:
     def _open(
         self, tx: Writer, job: JobRow, resumed: IncarnationRow | None, submission: JobSubmission, sealed: bytes | None
     ) -> IncarnationRow:
-        """A new incarnation. What the ``resumed`` one reached is known when this is introduced: when that has ended."""
+        """Open a new incarnation. It takes over the progress of the ``resumed`` one when that has ended."""
         job.incarnation += 1
         while self.files.exists(job.job_id, job.incarnation):
-            job.incarnation += 1  # What trained there is of a database that was lost: nothing goes on from it.
+            job.incarnation += 1  # This folder belongs to a lost database: no training continues from it.
         init_from = submission.init_from
         if init_from == "latest":
             latest = tx.last_success(job.recurring_key, job.job_id)
@@ -386,7 +386,7 @@ class JobService:
 
 
 class _Asked(NamedTuple):
-    """What is compared of a stored submission with one that comes."""
+    """The parts of a stored submission that are compared with a new one."""
 
     snapshot: str
     deadline_at: float | None
@@ -397,7 +397,7 @@ class _Asked(NamedTuple):
 
 
 def _asked_of(row: IncarnationRow) -> _Asked | None:
-    """What an incarnation was submitted with; None where that cannot be read, and nobody goes on with it."""
+    """Return what an incarnation was submitted with; None if that cannot be read, so it cannot be continued."""
     try:
         stored = row.submission
         snapshot = stored.command.snapshot
@@ -416,7 +416,7 @@ def _asked_of(row: IncarnationRow) -> _Asked | None:
 
 
 def _checkpoint_of(row: IncarnationRow) -> str | None:
-    """Where the checkpoint of a success is; None where that cannot be read."""
+    """Return the checkpoint path of a success; None if there is none, or if it cannot be read."""
     try:
         return None if row.result is None else row.result.checkpoint_path
     except UNREADABLE:
@@ -424,12 +424,12 @@ def _checkpoint_of(row: IncarnationRow) -> str | None:
 
 
 def _next(count: int) -> int:
-    """The count after this one. Only whether it is another is ever asked; what no column holds begins anew."""
+    """Return the next count. Counts are only compared for equality, so one out of bounds restarts at 1."""
     return count + 1 if 0 <= count < bounds.MOST_COUNT else 1
 
 
 def _attachable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
-    """Whether an attempt goes on with this incarnation: equal, and live or a success that nobody acknowledged."""
+    """Whether an attempt continues this incarnation: it is equal, and live or an unacknowledged success."""
     if not _same_training(row, asked, submission) or row.cancel_reason is not None:
         return False
     if row.terminal:
@@ -441,12 +441,12 @@ def _attachable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -
 
 
 def _resumable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
-    """Whether a new incarnation goes on from what this one reaches."""
+    """Whether a new incarnation resumes from the progress of this one."""
     return row.state != State.SUCCEEDED and _same_training(row, asked, submission)
 
 
 def _same_training(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
-    """Whether a submission asks for what an incarnation trains. Shares that it leaves open may be any."""
+    """Whether a submission asks for the training of an incarnation. ``logical_workers=None`` matches any number."""
     if row.equality_key != submission.equality_key() or asked.consistency != submission.consistency:
         return False
     return submission.logical_workers is None or asked.logical_workers in (None, submission.logical_workers)

@@ -1,7 +1,7 @@
-"""Ends jobs whose owner is gone, as Airflow says, and tells which nobody seems to want.
+"""Ends jobs whose owner is gone according to Airflow, and lists jobs that no client seems to want.
 
-Runs in the threads of HTTP handlers. A job is only ended when its claim is the one that Airflow was asked about: a new
-attempt that has attached meanwhile keeps it. What Airflow does not say ends nothing here; that is left to the lease.
+Runs in the threads of HTTP handlers. A job is ended only if its claim is still the one that Airflow was asked about, so
+that a new attempt that has attached meanwhile keeps it. If Airflow reports nothing, only the lease ends the job.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from elasticflow_airflow.service.store.views import status_of
 from elasticflow_airflow.times import duration
 
 SILENT_S = 60.0
-"""Whoever waits for a job asks every few seconds."""
+"""A client that waits for a job asks every few seconds."""
 _SEEN_S = 90.0
-"""So long it counts that Airflow has said that a task instance is there; it says so every 30 s of a silent job."""
+"""How long a report of Airflow that a task instance exists is valid; it repeats it every 30 s for a silent job."""
 _NOBODY_ASKS_S = 86400.0
-"""With a lease of a day or more, nobody is expected to ask: the job of somebody who went home."""
+"""With a lease of a day or more, no client is expected to ask: its user may have gone home."""
 _CURRENT = sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerService:
-    """The service's side. Nobody could ask it before ``started_at``."""
+    """Handles requests about owners. No client could reach the service before ``started_at``."""
 
     store: Store
     notifier: Notifier
@@ -46,7 +46,7 @@ class OwnerService:
     clock: Callable[[], float]
 
     def owned(self, namespace: str, after: str, limit: int) -> OwnedJobs:
-        """The live jobs of a namespace that nobody has cancelled, by id."""
+        """Return the live jobs of a namespace that are not cancelled, in order of id."""
         query = (
             sa.select(
                 JobRow.job_id,
@@ -81,7 +81,7 @@ class OwnerService:
         return OwnedJobs(at=self.clock(), jobs=jobs, next_after=jobs[-1].job_id if len(jobs) == limit else None)
 
     def report(self, report: OwnersReport) -> OwnersAnswer:
-        """Note which owners are there, and cancel the jobs of those that are gone."""
+        """Record which owners exist, and cancel the jobs of those that are gone."""
         there = [seen.job_id for seen in report.owners if seen.owner == "there"]
         gone = [seen for seen in report.owners if seen.owner != "there"]
         if not report.owners:
@@ -103,7 +103,7 @@ class OwnerService:
             )
 
     def _end(self, tx: Writer, seen: OwnerSeen, report: OwnersReport) -> bool:
-        """Cancel a job whose owner is gone; whether it was."""
+        """Cancel a job whose owner is gone; returns whether it was cancelled."""
         found = tx.current(seen.job_id)
         if found is None:
             return False
@@ -111,7 +111,7 @@ class OwnerService:
         if job.identity.namespace != report.namespace or job.claim != seen.claim:
             return False
         if seen.owner == "deleted" and job.owner_known_to != report.airflow:
-            return False  # another Airflow's job, perhaps, or nobody's: this one never had its task instance
+            return False  # perhaps the job of another Airflow: this one has never reported the task instance
         if row.terminal or row.cancel_reason is not None:
             return False
         what = f"has ended ({seen.state})" if seen.owner == "ended" else "was deleted"
@@ -121,7 +121,7 @@ class OwnerService:
         return True
 
     def unowned(self, silent_s: float = SILENT_S) -> list[UnownedJob]:
-        """Live jobs whose owner is gone, or for which nobody has asked for so long; the longest first."""
+        """Return live jobs whose owner is gone, or that no client asked for in ``silent_s`` seconds; longest first."""
         now = self.clock()
         with self.store.read() as reader:
             found = []

@@ -1,7 +1,7 @@
-"""One sentence about a job: why it has the size that it has, or why it waits, and until when.
+"""Explains in one sentence why a job has its size, or why it waits, and until when.
 
-Pure functions over the scheduler's plan and the rows. What a decision was made for, the event log says; this says what
-holds now, and who is in the way.
+Pure functions over the scheduler's plan and the rows. The event log has the reasons of past decisions; this module
+explains the present, and which jobs are in the way.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _NAMED = 2
 _SOON_S = 20 * 3600.0
 _VERY_SOON_S = 600.0
 _MARKED = re.compile("\x02([^\x03]*)\x03")
-"""A task while the sentence is made: its recurring key, which is JSON and so has no control characters."""
+"""Marks a task in an unfinished sentence by its recurring key, which is JSON and has no control characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """What is said, and which tasks are named in it: not everybody may read of each of them."""
+    """A sentence, and the tasks named in it: not every reader may see the name of every task."""
 
     text: str
     named: tuple[NamedTask, ...] = ()
@@ -39,7 +39,7 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One job, and what there is to know of the others."""
+    """One job, and what is known about the others."""
 
     row: IncarnationRow
     state: JobState
@@ -63,7 +63,7 @@ class _Case:
 
 
 def why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, str], now: float) -> Sentence:
-    """The sentence. ``keys`` are the recurring keys of the live jobs, by id; times in it are UTC."""
+    """Return the sentence. ``keys`` are the recurring keys of the live jobs, by id; times in the sentence are UTC."""
     if row.terminal or row.ending:
         return Sentence(row.state_reason)
     if not row.introduced:
@@ -92,7 +92,7 @@ def _marked(recurring_key: str) -> str:
 
 
 def _unmarked(marked: str) -> Sentence:
-    """Write the names of the tasks for their marks, and note where they stand."""
+    """Replace the marks by the names of the tasks, and note the positions of the names."""
     text, after, named = "", 0, []
     for found in _MARKED.finditer(marked):
         text += marked[after : found.start()]
@@ -104,7 +104,7 @@ def _unmarked(marked: str) -> Sentence:
 
 
 def clock(at_s: float, now: float) -> str:
-    """A time as people say it: the time of day if it is near, else with the date. UTC."""
+    """Format a time (UTC seconds) for people: only the time of day if it is near, otherwise with the date."""
     if not math.isfinite(at_s):
         return "an unknown time"
     form = "%H:%M UTC" if abs(at_s - now) < _SOON_S else "%Y-%m-%d %H:%M UTC"
@@ -142,7 +142,7 @@ def _of_waiter(case: _Case) -> str:
         gets = f"then it gets {_slots(first.placement.workers)}"
         return f"waits until {clock(first.start_s, case.now)}, {gets}{_because(reason)}"
     if case.state.best_effort and case.row.state == State.WAITING:
-        return case.row.state_reason  # No block of the cluster is large enough.
+        return case.row.state_reason  # No free block of the cluster is large enough.
     waits = "waits for slots that no promise needs" if case.state.best_effort else "waits, and no slots are free for it"
     return waits + _because(_others(case, case.now, math.inf, "all"))
 
@@ -160,7 +160,7 @@ def _because(reason: str) -> str:
 
 
 def _limit(case: _Case, until: float) -> str:
-    """Why not more until then."""
+    """Return why the job does not get more slots until ``until``; empty if there is no reason."""
     size, state, foresight = case.size, case.state, case.foresight
     if size >= foresight.slots:
         return "these are all that there are"
@@ -186,7 +186,7 @@ def _limit(case: _Case, until: float) -> str:
 
 
 def _others(case: _Case, from_s: float, until_s: float, what: str) -> str:
-    """Who holds slots between two times, those with most of them first; then the runs for which room is kept."""
+    """Name the jobs that hold slots between two times, the largest first, then the runs for which slots are kept."""
     foresight = case.foresight
     holding = {
         job_id: foresight.between(job_id, from_s, until_s) or (from_s <= case.now and foresight.holds(job_id))
@@ -205,7 +205,7 @@ def _others(case: _Case, from_s: float, until_s: float, what: str) -> str:
 
 
 def _expected(case: _Case, from_s: float, until_s: float) -> list[str]:
-    """The runs for which room is kept between two times."""
+    """Return the runs for which slots are kept between two times."""
     return [
         f"the run of {_marked(run.task)} that is due {clock(run.due_s, case.now)}"
         for run, slots in case.foresight.expected

@@ -1,7 +1,7 @@
-"""Which slots a job held, and when they computed: from the rows of its generations to what a Gantt chart shows.
+"""Computes which slots a job held and when they computed, for a Gantt chart, from the rows of its generations.
 
-Pure functions over rows. A change of workers in place has two generations for a while: the one that trains on, and the
-one whose new workers get ready. Each slot is shown with one of them at a time.
+Pure functions over rows. During an in-place change a job has two generations: the one that trains on, and the one whose
+new workers get ready. Each slot is shown with one of them at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from elasticflow_airflow.service.store.store import HeldSlots
 from elasticflow_airflow.service.store.tables import GenerationRow, JobRow
 
 JOIN = "join"
-"""Purpose of a span in which new workers get ready to join a training that goes on elsewhere."""
+"""The purpose of a span in which new workers prepare to join a training that runs on other slots."""
 
 Interval = tuple[float, float]
 Held = GenerationRow | HeldSlots
 
 
 def spans_of(job: JobRow, generations: Sequence[GenerationRow]) -> list[Span]:
-    """The generations of one job as spans, oldest first; those that never held a slot are left out."""
+    """Return the generations of one job as spans, oldest first, without those that never held a slot."""
     found: list[Span] = []
     switches = _switches(generations)
     for generation in generations:
@@ -76,7 +76,7 @@ def _span(
 def planned_spans(
     names: Mapping[str, object], incarnation: int, reserved: Iterable[Reservation], now: float, purpose: str = "train"
 ) -> list[Span]:
-    """What a stored plan holds from now on. ``names`` are those of the job: job_id, dag_id, task_id, run_id."""
+    """Return the reservations of a plan from now on as spans. ``names``: the job's job_id, dag_id, task_id, run_id."""
     return [
         Span.model_validate(
             {
@@ -95,7 +95,7 @@ def planned_spans(
 
 
 def names_of(job: JobRow) -> dict[str, object]:
-    """How a job is called on a span."""
+    """Return the fields of a span that identify the job."""
     identity = job.identity
     return {
         "job_id": job.job_id,
@@ -108,13 +108,13 @@ def names_of(job: JobRow) -> dict[str, object]:
 
 
 def pause_of(generation: Held) -> float:
-    """How long training stood still for a change in place, in seconds."""
+    """Return how long training paused for an in-place change, in seconds."""
     pause_s = generation.notes.switch.pause_s
     return 0.0 if pause_s is None else max(0.0, pause_s)
 
 
 def held(generations: Sequence[Held], now: float) -> list[Interval]:
-    """When each slot of one job was held: one interval a slot and stretch, none overlaps another of its slot."""
+    """Return when the slots of one job were held, as intervals; those of the same slot do not overlap."""
     by_slot: dict[tuple[str, int], list[Interval]] = {}
     for g in generations:
         if g.holding_at is not None:
@@ -125,7 +125,7 @@ def held(generations: Sequence[Held], now: float) -> list[Interval]:
 
 
 def computing(generations: Sequence[Held], now: float) -> list[Interval]:
-    """When each slot of one job trained, like :func:`held`: without start-up, pauses, and the last save."""
+    """Return when the slots of one job trained, like :func:`held`, without start-up, pauses and the last save."""
     by_slot: dict[tuple[str, int], list[Interval]] = {}
     switches = _switches(generations)
     pauses = {g.continues: pause_of(g) for g in generations if g.mode == RescaleMode.IN_PLACE}
@@ -144,7 +144,7 @@ def computing(generations: Sequence[Held], now: float) -> list[Interval]:
 
 
 def add_up(parts: list[float], intervals: Iterable[Interval], from_at: float, part_s: float) -> None:
-    """Add to each part the seconds of ``intervals`` that fall into it; the parts begin at ``from_at``."""
+    """Add to each part (``part_s`` seconds long, from ``from_at`` on) the seconds of ``intervals`` within it."""
     for since, until in intervals:
         first, last = max(0.0, (since - from_at) / part_s), min(float(len(parts)), (until - from_at) / part_s)
         index = int(first)
@@ -154,7 +154,7 @@ def add_up(parts: list[float], intervals: Iterable[Interval], from_at: float, pa
 
 
 def by_job(rows: Iterable[tuple[JobRow, GenerationRow]]) -> list[tuple[JobRow, list[GenerationRow]]]:
-    """The generations of each job, oldest first."""
+    """Group generations by job, oldest first."""
     found: dict[str, tuple[JobRow, list[GenerationRow]]] = {}
     for job, generation in rows:
         found.setdefault(job.job_id, (job, []))[1].append(generation)
@@ -164,7 +164,7 @@ def by_job(rows: Iterable[tuple[JobRow, GenerationRow]]) -> list[tuple[JobRow, l
 
 
 def _switches(generations: Sequence[Held]) -> dict[int, float]:
-    """When the workers of a generation went on in another one, by its number."""
+    """Return when the workers of a generation continued in another one, by number of the earlier generation."""
     found: dict[int, float] = {}
     for g in generations:
         if g.mode == RescaleMode.IN_PLACE and g.continues is not None and g.running_at is not None:

@@ -1,6 +1,6 @@
-"""Takes in the timetables of an Airflow: when the runs of its recurring tasks are due.
+"""Stores the timetables of an Airflow: when the runs of its recurring tasks are due.
 
-Runs in the threads of HTTP handlers: writes rows, some hundreds in a transaction, so that the loop does not wait long.
+Runs in the threads of HTTP handlers. Writes a few hundred rows per transaction, so that the loop does not wait long.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from elasticflow_airflow.service.store.store import Store
 from elasticflow_airflow.service.store.tables import RecurringTaskRow
 
 MOST_RUNS = 50_000
-"""In one request."""
+"""The most due runs in one request."""
 _AHEAD_S = 366 * 86400.0
 _AT_ONCE = 200
 
 
 @dataclass(frozen=True, slots=True)
 class CalendarService:
-    """The service's side. ``changed`` has the loop look at the calendar again."""
+    """Handles calendar requests. ``changed`` makes the loop read the calendar again."""
 
     store: Store
     settings: ServiceSettings
@@ -33,7 +33,7 @@ class CalendarService:
     clock: Callable[[], float]
 
     def feed(self, request: CalendarRequest) -> CalendarAnswer:
-        """Replace what was known of the runs to come of the named tasks, and forget those of tasks that are no more.
+        """Replace the future runs of the named tasks, and delete those of tasks that no longer exist.
 
         Raises Refusal 422.
         """
@@ -61,9 +61,9 @@ class CalendarService:
         )
 
     def _forget_all_but(self, whole: WholeNamespace, named: Container[str], now: float) -> list[str]:
-        """Expect no run to come of the tasks of a namespace that are not there; their keys.
+        """Delete the future runs of a namespace's tasks that no longer exist; returns their keys.
 
-        Never of another namespace, nor of a task that was heard of since: it may be new.
+        Leaves out other namespaces, and tasks that were updated after ``whole.read_at``: they may be new.
         """
         there = _Tasks.of(whole)
         with self.store.read() as reader:
@@ -97,7 +97,7 @@ class CalendarService:
 
 @dataclass(frozen=True, slots=True)
 class _Tasks:
-    """Which recurring tasks there are in a namespace."""
+    """The recurring tasks that exist in a namespace."""
 
     namespace: str
     named: frozenset[str]

@@ -1,4 +1,4 @@
-"""What if: the outlook with other deadlines, or with more or fewer nodes, beside the outlook as things are.
+"""Answers what-if questions: the outlook with other deadlines or nodes, next to the present outlook.
 
 Runs in the threads of HTTP handlers, on copies of the scheduler: nothing is changed.
 """
@@ -21,19 +21,19 @@ from elasticflow_airflow.service.requests.forecasting import ForecastService
 from elasticflow_airflow.service.store.documents.scheduler_values import plan_to_json
 
 _BUDGET_S = 5.0
-"""So long is computed for one question: what it computes, it takes from the loop that decides."""
+"""The longest computation for one question: its time is taken from the loop that decides."""
 
 
 @dataclass(slots=True)
 class _Budget:
-    """The time that a question may take: asked before each step of it, none of which takes long."""
+    """The time that a question may take; checked before each of its steps, none of which takes long."""
 
     monotonic: Callable[[], float]
     ends_s: float
     done: int = 0
 
     def take(self, steps: int) -> None:
-        """Before one more step of so many. Raises Refusal 422 when the time is up."""
+        """Count one more of ``steps`` steps, before it runs. Raises Refusal 422 when the time is up."""
         if self.monotonic() > self.ends_s:
             raise Refusal(
                 422,
@@ -46,13 +46,13 @@ class _Budget:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfService:
-    """The service's side."""
+    """Answers what-if requests."""
 
     forecasts: ForecastService
     monotonic: Callable[[], float] = time.monotonic
 
     def ask(self, request: WhatIfRequest) -> WhatIf:
-        """Answer. Raises Refusal 404, 409, 422, 503."""
+        """Answer a request. Raises Refusal 404, 409, 422, 503."""
         as_is, now = self.forecasts.present(), self.forecasts.clock()
         self._check(request, as_is)
         would_be = as_is.twin()

@@ -1,4 +1,4 @@
-"""Brings a database to the newest schema. Alembic is imported only when there is something to do."""
+"""Upgrades a database to the newest schema. Alembic is imported only when there is something to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SchemaTooNewError(Exception):
 
 
 def ensure_schema(engine: sa.Engine) -> None:
-    """Create or upgrade the tables. Raises SchemaTooNewError for a database of a newer version."""
+    """Create or upgrade the tables. Raises SchemaTooNewError if a newer version wrote the database."""
     current = current_revision(engine)
     if current == SCHEMA_HEAD:
         return
@@ -28,8 +28,9 @@ def ensure_schema(engine: sa.Engine) -> None:
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    # As one write, with the look at where the database is: of services that start together one migrates, the others
-    # then find nothing to do. Alembic by itself would look first, and begin a transaction for each revision on SQLite.
+    # One write transaction covers the check of the revision, too: if several services start together, one migrates
+    # and the others find nothing to do. By itself, Alembic would check first, and on SQLite begin a transaction for
+    # each revision.
     with engine.connect().execution_options(elasticflow_write=True) as connection, connection.begin():
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
@@ -40,7 +41,7 @@ def _known_revisions() -> set[str]:
 
 
 def current_revision(engine: sa.Engine) -> str | None:
-    """Alembic revision of the database; None when it is empty."""
+    """Return the Alembic revision of the database; None when it is empty."""
     with engine.connect() as connection:
         if not sa.inspect(connection).has_table("alembic_version"):
             return None

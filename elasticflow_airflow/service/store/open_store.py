@@ -1,4 +1,4 @@
-"""Why a database cannot be used at start, as one sentence with what to do."""
+"""Explains in one sentence why a database cannot be used at start, and what to do."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from elasticflow_airflow.service.store.service_lock import OwnedError
 
 
 class EmptiedDatabaseError(Exception):
-    """The database is empty, and what is beside it shows that it was not."""
+    """The database is empty, but the files next to it show that it once was not."""
 
 
 CANNOT_OPEN = (sa.exc.SQLAlchemyError, SchemaTooNewError, EmptiedDatabaseError, OwnedError, ImportError, OSError)
-"""What opening a database raises."""
+"""The exceptions that opening a database may raise."""
 
 
 def refuse_emptied(url: str, state_dir: Path) -> None:
-    """Raise EmptiedDatabaseError for a file of no bytes where there are jobs.
+    """Raise EmptiedDatabaseError if the database file has 0 bytes although jobs or a write-ahead log exist.
 
-    To SQLite such a file is a new database; opening it would also delete the log from which it could be repaired.
+    SQLite takes such a file for a new database; opening it would also delete the log from which it could be repaired.
     """
     parsed = sa.make_url(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database:
@@ -42,7 +42,7 @@ def refuse_emptied(url: str, state_dir: Path) -> None:
 
 
 def why_not(error: Exception, url: str) -> str:
-    """One sentence. ``url`` is never shown as a whole: it may hold a password."""
+    """Return the explanation as one sentence. It never shows the whole ``url``, which may hold a password."""
     if isinstance(error, OwnedError | SchemaTooNewError | EmptiedDatabaseError):
         return str(error)
     if isinstance(error, ImportError):

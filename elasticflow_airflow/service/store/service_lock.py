@@ -1,11 +1,12 @@
-"""One service decides on one database: who it is, and that it still is.
+"""Ensures that only one service at a time owns a database and decides on its jobs.
 
-Held for the life of the service: on SQLite by a locked file beside the database, on PostgreSQL by an advisory lock on a
-connection of its own. Both are let go by the system when the service dies, however it dies. A connection may also be
-lost while the service lives: then :meth:`Ownership.check`, which every write transaction asks, refuses until the lock
-is held again. As writes come one after the other, none of ours can come after the first of another service.
+The lock is held for the life of the service: on SQLite a locked file next to the database, on PostgreSQL an advisory
+lock on a connection of its own. The system releases both when the service dies, however it dies. The connection may
+also be lost while the service lives. Then :meth:`Ownership.check`, which every write transaction calls, refuses until
+the lock is held again. Since writes are serialised, no write of ours can follow the first write of another service.
 
-The only place that decides who may decide: several services with one leader would change this file, and no other.
+This is the only place that decides which service may decide: running several services with one leader would change
+this file and no other.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from elasticflow_airflow.times import moment
 log = structlog.get_logger(__name__)
 
 Card = Mapping[str, str | int | float]
-"""Who owns the database, for people: host, pid, started_at (UTC seconds), endpoint."""
+"""Describes the owner of the database to people: host, pid, started_at (UTC seconds), endpoint."""
 
 LOOK_S = 2.0
 _JUST_KILLED_S = 1.0
 _LOCK_CLASS = 0x456C4674
-"""Any constant; the other half of the lock's key is the schema: services on two schemas of a database are two."""
+"""Any constant. The other half of the lock's key is the schema: two schemas of a database may have two services."""
 _KEY = f"{_LOCK_CLASS}, hashtext(current_schema()::text)"
 _HOLDS = f"""locktype = 'advisory' AND granted AND classid = {_LOCK_CLASS} AND objsubid = 2
  AND objid::bigint = (hashtext(current_schema()::text)::bigint & 4294967295)
@@ -48,31 +49,31 @@ class OwnedError(Exception):
 
 
 class LostOwnershipError(sa.exc.OperationalError):
-    """It is not known any more that this service owns the database: nothing may be written until it is again."""
+    """This service may no longer own the database: nothing may be written until it owns it again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(None, None, RuntimeError(reason))
 
 
 class Ownership(Protocol):
-    """That this service may decide."""
+    """The right of this service to decide on the database."""
 
     def check(self, connection: sa.Connection) -> None:
-        """Called in each write transaction, before anything is read. Raises LostOwnershipError."""
+        """Check it in each write transaction, before anything is read. Raises LostOwnershipError."""
         ...
 
     def watch(self, again: Callable[[], None], lost: Callable[[str], None]) -> None:
-        """Begin to look after it.
+        """Start to watch the ownership.
 
-        ``again``: it was lost for a while, so forget what is remembered of the database. ``lost``: another service has
-        it, named by the sentence, so leave.
+        ``again`` is called when it was lost for a while and is held again: drop everything cached of the database.
+        ``lost`` is called with a sentence that names the new owner when another service has it: exit.
         """
         ...
 
 
 @contextmanager
 def own(url: str, card: Card) -> Iterator[Ownership]:
-    """Own a database. Raises OwnedError at once when another service does, and what the driver raises."""
+    """Own a database. Raises OwnedError at once if another service owns it, and what the driver raises."""
     parsed = sa.make_url(url)
     with ExitStack() as stack:
         if parsed.get_backend_name() == "postgresql":
@@ -85,7 +86,7 @@ def own(url: str, card: Card) -> Iterator[Ownership]:
 
 
 def describe(card: Card) -> str:
-    """An owner in words."""
+    """Describe an owner in words."""
     words = [f"host {card['host']}" if "host" in card else "", f"pid {card['pid']}" if "pid" in card else ""]
     if "started_at" in card:
         words.append(f"since {moment(float(card['started_at']))}")
@@ -101,7 +102,7 @@ def _refused(card: Card) -> OwnedError:
 
 
 class _Forever:
-    """What cannot be lost while the process lives."""
+    """Ownership that cannot be lost while the process lives."""
 
     def check(self, connection: sa.Connection) -> None:
         """Nothing to do."""
@@ -134,20 +135,20 @@ def _card_in(text: bytes | str) -> Card:
 
 
 class _AdvisoryLock:
-    """A lock of PostgreSQL that lives as long as one connection.
+    """An advisory lock of PostgreSQL, held by one connection.
 
-    Every statement on that connection carries the card as a comment: that is where a second service reads it.
+    Every statement on that connection carries the card as a comment, where a second service can read it.
     """
 
     def __init__(self, url: str, card: Card) -> None:
         self._engine = sa.create_engine(
             url, connect_args=connect_options(url), poolclass=sa.pool.NullPool, isolation_level="AUTOCOMMIT"
         )
-        # Without what might end the comment early, or be taken for the place of a parameter.
+        # Without characters that would end the comment early, or be taken for a parameter.
         self._comment = f"/* elasticflow {re.sub('[*%]', '', json.dumps(dict(card)))} */"
         self._connection: sa.Connection | None = None
         self._held_by: int | None = None
-        """The server's process of our connection, while as far as we know it holds the lock."""
+        """The pid of the server process of our connection, as long as we believe that it holds the lock."""
         self._last: int | None = None
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -161,7 +162,7 @@ class _AdvisoryLock:
                 self._disconnect()
                 if time.monotonic() > end:
                     raise
-                time.sleep(_JUST_KILLED_S / 10)  # The server may not know yet that the service before was killed.
+                time.sleep(_JUST_KILLED_S / 10)  # The server may not know yet that the previous service died.
             else:
                 return self
 
@@ -173,7 +174,7 @@ class _AdvisoryLock:
         self._engine.dispose()
 
     def check(self, connection: sa.Connection) -> None:
-        """Ask the server, in the transaction that is about to write."""
+        """Ask the server, within the write transaction, whether we hold the lock. Raises LostOwnershipError."""
         pid = self._held_by
         holds = pid is not None and connection.scalar(
             sa.text(f"SELECT EXISTS (SELECT 1 FROM pg_locks WHERE pid = :pid AND {_HOLDS})"),  # noqa: S608
@@ -183,7 +184,7 @@ class _AdvisoryLock:
             raise LostOwnershipError("the connection that shows that this service owns the database was lost")
 
     def watch(self, again: Callable[[], None], lost: Callable[[str], None]) -> None:
-        """Look after the connection in a thread of its own."""
+        """Watch the connection in a thread of its own."""
         self._watcher = threading.Thread(target=self._look_after, args=(again, lost), name="ownership", daemon=True)
         self._watcher.start()
 
@@ -204,12 +205,12 @@ class _AdvisoryLock:
             except OwnedError as error:
                 lost(str(error))
                 return
-            again()  # Before the next check can succeed: another service may have come and gone.
+            again()  # Before the next check can succeed: another service may have owned it meanwhile.
             self._last = self._held_by = pid
             log.info("this service owns the database again")
 
     def _lock(self) -> int:
-        """Take the lock on a new connection; returns the server's process that holds it. Raises OwnedError."""
+        """Take the lock on a new connection; returns the pid of its server process. Raises OwnedError."""
         self._connection = self._engine.connect()
         locked, pid = self._run(f"SELECT pg_try_advisory_lock({_KEY}), pg_backend_pid()")
         if not locked:
@@ -218,10 +219,10 @@ class _AdvisoryLock:
                 f" WHERE {_HOLDS}"
             )
             if holder is not None and holder[0] == self._last:
-                self._run(f"SELECT pg_terminate_backend({holder[0]:d})")  # Our own, whose end we have seen already.
+                self._run(f"SELECT pg_terminate_backend({holder[0]:d})")  # Our own old connection, known to be lost.
             elif holder is not None:
                 raise _refused(self._card_of(*holder[1:]))
-            # It has just gone, or is about to.
+            # The holder has just gone, or is about to go.
             raise LostOwnershipError("the lock is held for a moment more")
         return int(pid)
 
@@ -231,7 +232,7 @@ class _AdvisoryLock:
 
     @staticmethod
     def _card_of(query: str | None, began: datetime | None, address: str | None) -> Card:
-        """What the owner says in its last statement, else what the server knows of its connection."""
+        """Return the card in the owner's last statement, or else what the server knows of its connection."""
         _, _, rest = (query or "").partition("/* elasticflow ")
         card = dict(_card_in(rest.partition(" */")[0])) if rest else {}
         if not card and address:

@@ -1,7 +1,7 @@
-"""Whether values can be stored on every database that we support. Pure functions.
+"""Checks that values can be stored in every supported database. Pure functions.
 
-Asked before anything is written: what one column refuses takes everything else of its transaction with it, and what
-SQLite takes, PostgreSQL may refuse.
+Called before anything is written: a value that one column refuses makes the whole transaction fail, and PostgreSQL
+refuses values that SQLite accepts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from elasticflow_airflow.service.store.documents.columns import Document
 from elasticflow_airflow.service.store.tables import Base
 
 _LONGEST_JSON = 8 * 2**20
-"""In characters: more is no value of a job but a file."""
+"""In characters; anything longer is a file, not a value of a job."""
 _NUL_IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def check_storable(kind: type[Base], values: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming table, column and limit, for a value that a column does not hold."""
+    """Check values against their columns. Raises ValueError with table, column and limit for one that does not fit."""
     columns = kind.__table__.columns
     for name, value in values.items():
         if value is None:

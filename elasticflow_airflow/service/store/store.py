@@ -1,8 +1,8 @@
 """The store: all SQL of the service, over SQLite (WAL) or PostgreSQL.
 
-Writes are serialised: one write transaction at a time, in this process and among processes, as the database itself is
-asked for that at its begin (``BEGIN IMMEDIATE``, or an advisory lock of PostgreSQL). Every rule that reads before it
-writes therefore holds. Knows no scheduling and no HTTP.
+Writes are serialised: there is one write transaction at a time, within this process and across processes. Each takes
+the database's own lock when it begins (``BEGIN IMMEDIATE``, or an advisory lock of PostgreSQL). Every rule that reads
+before it writes therefore holds. Knows nothing of scheduling or HTTP.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from elasticflow_airflow.service.store.tables import (
 )
 
 DATABASE_AWAY = (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.InternalError, sa.exc.TimeoutError)
-"""What is raised when the database cannot be used now: it is away, locked, has no room, or takes no writes."""
+"""Raised when the database cannot be used now: it is unreachable, locked, full, or read-only."""
 _BUSY_TIMEOUT_S = 30.0
 _POSTGRES = {
     "connect_timeout": 10,
@@ -53,7 +53,7 @@ _POSTGRES = {
     "keepalives_count": 4,
     "tcp_user_timeout": 30_000,
 }
-"""So that a server whose machine is gone, and which refuses nothing, counts as away long before a lease ends."""
+"""A server whose machine is gone refuses no connection; with these it is seen as lost long before a lease expires."""
 _I = TypeVar("_I", str, int)
 _IDS_AT_ONCE = 500
 _ROWS_AT_ONCE = 1000
@@ -99,7 +99,7 @@ _LISTED = (
     IncarnationRow.last_event_id,
     IncarnationRow.set_aside,
 )
-"""What a status shows of an incarnation."""
+"""The columns of an incarnation that a status shows."""
 _OUTLINE = (
     IncarnationRow.submitted_at,
     IncarnationRow.introduced,
@@ -110,17 +110,17 @@ _OUTLINE = (
     IncarnationRow.result,
 )
 _WRITES, _NO_TRANSACTION = "elasticflow_write", "elasticflow_no_transaction"
-_WRITE_LOCK_KEY = 0x456C4673  # any constant that everybody who writes agrees on
+_WRITE_LOCK_KEY = 0x456C4673  # any constant; all writers must use the same one
 
 
 def in_parts(ids: Sequence[_I]) -> Iterator[Sequence[_I]]:
-    """Ids, so many at once as one statement may name."""
+    """Yield the ids in chunks that are small enough for one statement."""
     for start in range(0, len(ids), _IDS_AT_ONCE):
         yield ids[start : start + _IDS_AT_ONCE]
 
 
 class Current(NamedTuple):
-    """A job, its current incarnation, and all generations of that, oldest first."""
+    """A job, its current incarnation, and all generations of that incarnation, oldest first."""
 
     job: JobRow
     row: IncarnationRow
@@ -128,7 +128,7 @@ class Current(NamedTuple):
 
 
 class HeldSlots(NamedTuple):
-    """When a generation held which slots: what a ``GenerationRow`` says of that, by the same names."""
+    """Which slots a generation held, and when: a subset of a ``GenerationRow``, with the same field names."""
 
     generation: int
     placement: list[Any]
@@ -142,31 +142,31 @@ class HeldSlots(NamedTuple):
 
 
 class Reader:
-    """Queries over one open session; rows stay readable after it is closed."""
+    """Queries over one open session. Rows stay readable after the session is closed."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._loaded: list[HistoryRow] = []
-        """Kept, as a session forgets rows that nobody holds."""
+        """Keeps the rows referenced: a session drops rows without references."""
 
     def job(self, job_id: str) -> JobRow | None:
-        """The job of an id."""
+        """Return the job with this id, or None."""
         return self.session.get(JobRow, job_id)
 
     def incarnation(self, job_id: str, incarnation: int) -> IncarnationRow | None:
-        """One incarnation of a job."""
+        """Return one incarnation of a job, or None."""
         return self.session.get(IncarnationRow, (job_id, incarnation))
 
     def current(self, job_id: str) -> tuple[JobRow, IncarnationRow] | None:
-        """A job with its current incarnation."""
+        """Return a job with its current incarnation, or None."""
         job = self.job(job_id)
         row = job and self.incarnation(job_id, job.incarnation)
         return (job, row) if job and row else None
 
     def current_of(self, job_ids: Collection[str]) -> dict[str, Current]:
-        """By id, those of these jobs that are there, with their current incarnations and the generations of these.
+        """Return those of these jobs that exist, by id, with their current incarnations and the generations of these.
 
-        Of the generations only what a status shows of them.
+        Of the generations, only the columns that a status shows are loaded.
         """
         found: dict[str, Current] = {}
         current = sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation)
@@ -178,7 +178,10 @@ class Reader:
         return found
 
     def with_generations(self, jobs: Iterable[tuple[JobRow, IncarnationRow]]) -> list[Current]:
-        """Jobs with the generations of their current incarnations, in the same order; of these what a status shows."""
+        """Add the generations of the current incarnations to the jobs, in the same order.
+
+        Only the columns that a status shows are loaded.
+        """
         found = {job.job_id: Current(job, row, []) for job, row in jobs}
         self._add_generations(found)
         return list(found.values())
@@ -198,7 +201,7 @@ class Reader:
                 found[row.job_id].generations.append(row)
 
     def decided(self, wanted: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
-        """Those incarnations of jobs of which the loop has said something, or that are over."""
+        """Return those of these incarnations that the loop has decided on, or that are terminal."""
         said = sa.or_(
             IncarnationRow.terminal, sa.and_(IncarnationRow.introduced, IncarnationRow.state != State.SUBMITTED)
         )
@@ -222,12 +225,11 @@ class Reader:
         after: tuple[float, str] | None = None,
         shown_only: bool = False,
     ) -> list[tuple[JobRow, IncarnationRow]]:
-        """Jobs with their current incarnations, newest first; of one DAG or of several.
+        """List jobs with their current incarnations, newest first; ``dag_id`` names one DAG or several.
 
-        ``shown_only``: of the incarnations only what a status shows of them.
-
-        ``identity``: what else they share, of namespace, run_id, task_id and map_index. ``after``: only those that come
-        after a job that was submitted then (UTC seconds), with this id.
+        ``shown_only`` loads only the columns of the incarnations that a status shows. ``identity`` filters by any of
+        namespace, run_id, task_id and map_index. ``after`` is the position of a job, (submitted at in UTC seconds, id):
+        only jobs that come after it in this order are listed.
         """
         query = (
             sa.select(JobRow, IncarnationRow)
@@ -250,7 +252,7 @@ class Reader:
         if dag_ids is not None:
             query = query.where(JobRow.dag_id.in_(dag_ids))
         if live is not None:
-            # Few live, so that their index is the shortest way; of the many others those at one end are wanted.
+            # Few are live: the index finds them fastest. The others are many, and are best read in the list's order.
             over = IncarnationRow.terminal if live else sa.func.coalesce(IncarnationRow.terminal, sa.false())
             query = query.where(over.is_(not live))
         shared = dict(identity or {})
@@ -264,7 +266,7 @@ class Reader:
         return [(job, row) for job, row in self.session.execute(query)]
 
     def undrained(self) -> list[tuple[JobRow, IncarnationRow]]:
-        """Every incarnation that still matters to the loop, in order of submission."""
+        """Return every incarnation that the loop still has to handle, in order of submission."""
         query = (
             sa.select(JobRow, IncarnationRow)
             .join(IncarnationRow, IncarnationRow.job_id == JobRow.job_id)
@@ -274,14 +276,14 @@ class Reader:
         return [(job, row) for job, row in self.session.execute(query)]
 
     def not_introduced(self) -> set[tuple[str, int]]:
-        """Incarnations that are not over and that the scheduler was not asked about yet."""
+        """Return the incarnations that are not terminal and have not been submitted to the scheduler yet."""
         query = sa.select(IncarnationRow.job_id, IncarnationRow.incarnation).where(
             IncarnationRow.terminal.is_(False), IncarnationRow.introduced.is_(False)
         )
         return {(job_id, incarnation) for job_id, incarnation in self.session.execute(query)}
 
     def over_since(self, submitted_after: float) -> list[IncarnationRow]:
-        """Incarnations with a deadline that were submitted after a moment and are over, in order of submission."""
+        """Return terminal incarnations with a deadline that were submitted after this time, in order of submission."""
         query = sa.select(IncarnationRow).where(
             IncarnationRow.terminal.is_(True),
             IncarnationRow.deadline_at.is_not(None),
@@ -290,12 +292,12 @@ class Reader:
         return list(self.session.scalars(query.order_by(IncarnationRow.submitted_at, IncarnationRow.job_id)))
 
     def live_count(self) -> int:
-        """How many incarnations are not over."""
+        """Count the incarnations that are not drained."""
         query = sa.select(sa.func.count()).select_from(IncarnationRow).where(IncarnationRow.drained.is_(False))
         return self.session.scalar(query) or 0
 
     def open_generations(self) -> list[GenerationRow]:
-        """Generations whose end is not handled yet, oldest first."""
+        """Return the generations whose end is not handled yet, oldest first."""
         query = (
             sa.select(GenerationRow)
             .where(GenerationRow.handled.is_(False))
@@ -304,14 +306,14 @@ class Reader:
         return list(self.session.scalars(query))
 
     def slots_held(self) -> list[tuple[str, list[Any]]]:
-        """The jobs whose gangs may have processes, each with a gang's slots."""
+        """Return (job id, slots) of every gang that may have processes."""
         query = sa.select(GenerationRow.job_id, GenerationRow.placement).where(
             GenerationRow.handled.is_(False), GenerationRow.state.in_(STANDING)
         )
         return [(job_id, placement) for job_id, placement in self.session.execute(query)]
 
     def with_gangs(self) -> list[str]:
-        """Jobs that may have workers."""
+        """Return the ids of jobs that may have workers, sorted."""
         query = sa.select(GenerationRow.job_id).where(GenerationRow.handled.is_(False)).distinct()
         return sorted(self.session.scalars(query))
 
@@ -342,9 +344,9 @@ class Reader:
         return found
 
     def generations_between(self, from_at: float, until_at: float, limit: int) -> list[tuple[JobRow, GenerationRow]]:
-        """The newest generations that held slots between two moments, with their jobs, oldest first.
+        """Return the newest generations that held slots between two times, with their jobs, oldest first.
 
-        Without what was measured in them: there may be thousands.
+        The columns with measurements are not loaded: there may be thousands of rows.
         """
         query = (
             sa.select(JobRow, GenerationRow)
@@ -357,9 +359,9 @@ class Reader:
         return [(job, row) for job, row in self.session.execute(query)][::-1]
 
     def holdings_between(self, from_at: float, until_at: float) -> Iterator[tuple[str, list[HeldSlots]]]:
-        """By job, all that held slots between two moments, oldest first; the job is told by its recurring key.
+        """Yield, for each job, its recurring key and its generations that held slots between two times, oldest first.
 
-        There may be very many: one after the other, and only what is needed of each.
+        There may be very many: rows are streamed, and only the needed columns are read.
         """
         notes = sa.case((GenerationRow.continues.is_not(None), GenerationRow.notes))
         query = (
@@ -385,7 +387,7 @@ class Reader:
             yield recurring_key, [HeldSlots._make((*row[2:-1], row[-1] or GenerationNotes())) for row in rows]
 
     def totals_between(self, from_at: float, until_at: float) -> list[DagAsked]:
-        """By DAG, what was asked for and how it went, of all that was submitted and not over between two moments."""
+        """Return totals by DAG over all incarnations that were submitted and not finished between two times."""
         began = (
             sa.select(sa.func.min(GenerationRow.running_at))
             .where(
@@ -438,9 +440,9 @@ class Reader:
         return [DagAsked.model_validate(dict(row)) for row in self.session.execute(query).mappings()]
 
     def incarnations_between(self, from_at: float, until_at: float, limit: int) -> list[tuple[JobRow, IncarnationRow]]:
-        """The newest incarnations that were submitted and not over between two moments, oldest first.
+        """Return the newest incarnations that were submitted and not finished between two times, oldest first.
 
-        Of each only when, what was said of it, and how it ended: there may be thousands.
+        Only their times, verdicts and results are loaded: there may be thousands.
         """
         query = (
             sa.select(JobRow, IncarnationRow)
@@ -453,7 +455,7 @@ class Reader:
         return [(job, row) for job, row in self.session.execute(query)][::-1]
 
     def began_between(self, from_at: float, until_at: float) -> dict[tuple[str, int], float]:
-        """When the first workers of each incarnation that was not over between two moments began to train."""
+        """Return when the first workers began to train, for each incarnation that was unfinished between two times."""
         query = (
             sa.select(IncarnationRow.job_id, IncarnationRow.incarnation, sa.func.min(GenerationRow.running_at))
             .join(GenerationRow)
@@ -464,7 +466,7 @@ class Reader:
         return {(job_id, incarnation): at for job_id, incarnation, at in found if at is not None}
 
     def incarnations_over_before(self, moment: float, limit: int) -> list[tuple[str, int]]:
-        """Incarnations that were over before a moment, and of which there are generations still, oldest first."""
+        """Return incarnations that finished before this time and still have generations stored, oldest first."""
         query = (
             sa.select(GenerationRow.job_id, GenerationRow.incarnation)
             .join(IncarnationRow)
@@ -481,11 +483,11 @@ class Reader:
         return [(job_id, incarnation) for job_id, incarnation in self.session.execute(query)]
 
     def first_event_id(self) -> int:
-        """Id of the oldest event that is kept; 0 when there is none."""
+        """Return the id of the oldest stored event; 0 when there is none."""
         return self.session.scalar(sa.select(sa.func.min(EventRow.event_id))) or 0
 
     def event_times(self, event_ids: Sequence[int]) -> dict[int, float]:
-        """When some events were."""
+        """Return the times of these events (UTC seconds), by id."""
         found: dict[int, float] = {}
         for some in in_parts(event_ids):
             query = sa.select(EventRow.event_id, EventRow.at).where(EventRow.event_id.in_(some))
@@ -493,7 +495,7 @@ class Reader:
         return found
 
     def runs_of(self, recurring_key: str, limit: int) -> list[tuple[JobRow, IncarnationRow]]:
-        """The last runs of a recurring task, each with its current incarnation, newest first."""
+        """Return the last runs of a recurring task, each with its current incarnation, newest first."""
         query = (
             sa.select(JobRow, IncarnationRow)
             .join(
@@ -516,23 +518,23 @@ class Reader:
         return list(self.session.scalars(query))
 
     def samples(self, job_id: str, incarnation: int) -> list[SampleRow]:
-        """How an incarnation did, oldest first."""
+        """Return the samples of an incarnation, oldest first."""
         query = sa.select(SampleRow).where(SampleRow.job_id == job_id, SampleRow.incarnation == incarnation)
         return list(self.session.scalars(query.order_by(SampleRow.number)))
 
     def worker_time(self, job_id: str, incarnation: int, worker_id: str) -> WorkerTimesRow | None:
-        """Where the time of a worker went."""
+        """Return the time breakdown of one worker."""
         return self.session.get(WorkerTimesRow, (job_id, incarnation, worker_id))
 
     def worker_times(self, job_id: str, incarnation: int) -> list[WorkerTimesRow]:
-        """Where the time of every worker that an incarnation ever had went, in order of rank."""
+        """Return the time breakdown of every worker that an incarnation ever had, in order of rank."""
         query = sa.select(WorkerTimesRow).where(
             WorkerTimesRow.job_id == job_id, WorkerTimesRow.incarnation == incarnation
         )
         return list(self.session.scalars(query.order_by(WorkerTimesRow.rank, WorkerTimesRow.worker_id)))
 
     def open_candidates(self) -> list[CandidateRow]:
-        """Candidates of all undrained incarnations that are there: not verified yet, or valid. Oldest first."""
+        """Return the existing candidates (not verified yet, or valid) of all undrained incarnations, oldest first."""
         query = (
             sa.select(CandidateRow)
             .join(
@@ -552,56 +554,56 @@ class Reader:
         return list(self.session.scalars(query))
 
     def answered(self, amendment_ids: Collection[int]) -> dict[int, AmendmentAnswer]:
-        """By id, what the loop has said to these amendments, as far as it has."""
+        """Return the answers of the loop to these amendments, by id; those without an answer are left out."""
         query = sa.select(AmendmentRow).where(AmendmentRow.amendment_id.in_(sorted(amendment_ids)))
         answers = ((row.amendment_id, readable(row.answer)) for row in self.session.scalars(query))
         return {amendment_id: answer for amendment_id, answer in answers if answer is not None}
 
     def events(self, after: int, job_id: str | None, limit: int) -> list[EventRow]:
-        """Events with a larger id, oldest first."""
+        """Return events with an id larger than ``after``, oldest first."""
         query = sa.select(EventRow).where(EventRow.event_id > after).order_by(EventRow.event_id).limit(limit)
         if job_id is not None:
             query = query.where(EventRow.job_id == job_id)
         return list(self.session.scalars(query))
 
     def last_event_id(self) -> int:
-        """Id of the newest event; 0 when there is none."""
+        """Return the id of the newest event; 0 when there is none."""
         return self.session.scalar(sa.select(sa.func.max(EventRow.event_id))) or 0
 
     def drains(self) -> dict[str, float]:
-        """Nodes that go away, and when (UTC seconds)."""
+        """Return the draining nodes, and when each goes away (UTC seconds)."""
         return {row.node_id: row.until_at for row in self.session.scalars(sa.select(DrainRow))}
 
     def avoided(self) -> list[AvoidedSlotRow]:
-        """Slots that are avoided for a while."""
+        """Return the slots that are avoided for a while."""
         query = sa.select(AvoidedSlotRow).order_by(AvoidedSlotRow.node_id, AvoidedSlotRow.slot_index)
         return list(self.session.scalars(query))
 
     def history(self, recurring_key: str, signature: str) -> HistoryRow | None:
-        """What past runs of a task showed."""
+        """Return the history of a task's past runs for one signature."""
         return self.session.get(HistoryRow, (recurring_key, signature))
 
     def recurring_task(self, recurring_key: str) -> RecurringTaskRow | None:
-        """What is known of a recurring task's runs."""
+        """Return what is stored about the runs of a recurring task."""
         return self.session.get(RecurringTaskRow, recurring_key)
 
     def recurring_tasks(self) -> list[RecurringTaskRow]:
-        """All tasks of which a run is due."""
+        """Return all recurring tasks with a run that is due."""
         query = sa.select(RecurringTaskRow).where(RecurringTaskRow.next_due_at.is_not(None))
         return list(self.session.scalars(query.order_by(RecurringTaskRow.recurring_key)))
 
     def recurring_tasks_of(self, recurring_keys: Sequence[str]) -> dict[str, RecurringTaskRow]:
-        """What is known of some recurring tasks, a few hundred at most, by key."""
+        """Return what is stored about these recurring tasks (a few hundred at most), by key."""
         query = sa.select(RecurringTaskRow).where(RecurringTaskRow.recurring_key.in_(recurring_keys))
         return {row.recurring_key: row for row in self.session.scalars(query)}
 
     def load_histories(self, recurring_keys: Sequence[str]) -> None:
-        """Read the histories of some tasks, a few hundred at most, at once: :meth:`history` then asks no more."""
+        """Load the histories of these tasks (a few hundred at most) in one query; :meth:`history` then needs none."""
         query = sa.select(HistoryRow).where(HistoryRow.recurring_key.in_(recurring_keys))
         self._loaded = list(self.session.scalars(query))
 
     def last_success(self, recurring_key: str, other_than: str) -> IncarnationRow | None:
-        """The newest successful incarnation of a recurring task in another run than this job."""
+        """Return the newest successful incarnation of a recurring task, from a run other than this job."""
         query = (
             sa.select(IncarnationRow)
             .join(JobRow, JobRow.job_id == IncarnationRow.job_id)
@@ -618,7 +620,7 @@ class Reader:
 
 
 class Writer(Reader):
-    """A write transaction: what it changes is there as a whole, or not at all."""
+    """A write transaction: its changes are applied as a whole or not at all."""
 
     def __init__(self, session: Session, now: Callable[[], float]) -> None:
         super().__init__(session)
@@ -629,12 +631,12 @@ class Writer(Reader):
         self.session.add(row)
 
     def forget_details(self, job_id: str, incarnation: int) -> None:
-        """Delete generations, samples and times of workers of an incarnation."""
+        """Delete the generations, samples and worker times of an incarnation."""
         for table in (SampleRow, WorkerTimesRow, GenerationRow):
             self.session.execute(sa.delete(table).where(table.job_id == job_id, table.incarnation == incarnation))
 
     def forget_events(self, moment: float, limit: int) -> int:
-        """Delete the oldest events, as far as they are older than a moment, at most ``limit``; how many it were."""
+        """Delete the oldest events that are older than this time, at most ``limit``; returns how many were deleted."""
         query = sa.select(EventRow.event_id, EventRow.at).order_by(EventRow.event_id).limit(limit)
         old = list(itertools.takewhile(lambda one: one.at < moment, self.session.execute(query)))
         if old:
@@ -642,7 +644,7 @@ class Writer(Reader):
         return len(old)
 
     def add_event(self, what: EventKind | EventData, reason: str, row: IncarnationRow | None = None) -> int:
-        """Write an event (of an incarnation) and return its id."""
+        """Write an event, of an incarnation if ``row`` is given, and return its id."""
         kind, data = kind_and_data(what)
         event = EventRow(
             job_id=row.job_id if row else None,
@@ -669,18 +671,18 @@ class Store:
         clock: Callable[[], float] = time.time,
         check: Callable[[sa.Connection], None] = lambda _: None,
     ) -> None:
-        """``check`` is called in each write transaction, and raises when this process may not write any more."""
+        """``check`` is called in each write transaction; it raises when this process may no longer write."""
         self.clock, self._check = clock, check
         self._writing = threading.RLock()
         self.engine = _open_engine(url)
         ensure_schema(self.engine)
         self.sessions = sessionmaker(self.engine, expire_on_commit=False, autoflush=True)
-        # SQLite's read transactions see one state of the database anyway.
+        # A read transaction of SQLite is a consistent snapshot anyway.
         postgresql = self.engine.dialect.name == "postgresql"
         self.read_options = {"isolation_level": "REPEATABLE READ"} if postgresql else {}
         alone = {"isolation_level": "AUTOCOMMIT"} if postgresql else {_NO_TRANSACTION: True}
         self.engine_without_transactions = self.engine.execution_options(**alone)
-        """Each statement stands alone."""
+        """Each statement is its own transaction."""
         self._engine_for_writing = self.engine.execution_options(**{_WRITES: True})
 
     def close(self) -> None:
@@ -689,14 +691,14 @@ class Store:
 
     @contextmanager
     def read(self) -> Iterator[Reader]:
-        """A consistent view of the database."""
+        """Open a consistent snapshot of the database for reading."""
         with self.sessions() as session:
             session.connection(execution_options=self.read_options)
             yield Reader(session)
 
     @contextmanager
     def write(self) -> Iterator[Writer]:
-        """A write transaction: committed at the end of the block, rolled back when it raises."""
+        """Open a write transaction: committed at the end of the block, rolled back when the block raises."""
         with self.sessions() as session, self.alone_in_writing(session):
             yield Writer(session, self.clock)
             session.flush()
@@ -706,7 +708,7 @@ class Store:
 
     @contextmanager
     def alone_in_writing(self, session: Session) -> Iterator[None]:
-        """Begin the transaction in which a session writes; nobody else's is under way meanwhile."""
+        """Begin the write transaction of a session. No other write transaction runs until the block ends."""
         with self._writing:
             session.bind = self._engine_for_writing
             connection = session.connection()
@@ -717,7 +719,7 @@ class Store:
 
 
 def connect_options(url: str) -> dict[str, Any]:
-    """How to connect to PostgreSQL, where the URL does not say otherwise."""
+    """Return the connection options for PostgreSQL that the URL does not set itself."""
     parsed = sa.make_url(url)
     understood = _POSTGRES if parsed.get_driver_name().startswith("psycopg") else {}
     return {name: value for name, value in understood.items() if name not in parsed.query}
@@ -733,17 +735,17 @@ def _open_engine(url: str) -> sa.Engine:
             pool_pre_ping=True,
             hide_parameters=True,
         )
-    engine = sa.create_engine(  # all are kept: what overflows would be opened and closed for each question
+    engine = sa.create_engine(  # no overflow: an overflow connection would be opened and closed for each query
         url,
         connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False},
         pool_size=25,
         max_overflow=0,
-        hide_parameters=True,  # They may be secrets, and errors are logged.
+        hide_parameters=True,  # Parameters may be secrets, and errors are logged.
     )
 
     @sa.event.listens_for(engine, "connect")
     def _prepare(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # The driver would begin (and end) transactions by its own rules.
+        connection.isolation_level = None  # Otherwise the driver begins and ends transactions by its own rules.
         cursor = connection.cursor()
         for pragma in _PRAGMAS:
             cursor.execute(f"PRAGMA {pragma}")
@@ -761,7 +763,7 @@ def _open_engine(url: str) -> sa.Engine:
 
 
 def _switch_to_wal(cursor: Any) -> None:
-    """Switch a new database to WAL: the one statement for which SQLite does not wait while others do the same."""
+    """Switch a new database to WAL, with retries: SQLite does not wait here if another process does the same."""
     end = time.monotonic() + _BUSY_TIMEOUT_S
     while True:
         try:
@@ -774,13 +776,13 @@ def _switch_to_wal(cursor: Any) -> None:
 
 
 def _held_between(from_at: float, until_at: float) -> tuple[sa.ColumnElement[bool], ...]:
-    """Generations that held slots between two moments."""
+    """Return the conditions for generations that held slots between two times."""
     goes_on = sa.and_(GenerationRow.ended_at.is_(None), GenerationRow.handled.is_(False))
     return GenerationRow.holding_at < until_at, sa.or_(GenerationRow.ended_at > from_at, goes_on)
 
 
 def _asked_between(from_at: float, until_at: float) -> tuple[sa.ColumnElement[bool], ...]:
-    """Incarnations that were submitted and not over between two moments."""
+    """Return the conditions for incarnations that were submitted and not finished between two times."""
     goes_on = IncarnationRow.finished_at.is_(None)
     return IncarnationRow.submitted_at < until_at, sa.or_(IncarnationRow.finished_at > from_at, goes_on)
 

@@ -1,7 +1,7 @@
-"""Which stored rows are out of bounds: taken in by a version that refused less, or written by somebody else.
+"""Checks stored rows for values out of bounds, which a less strict version or another program may have written.
 
-They can be read like all others; nothing can be decided on them. Pure functions over rows: a sentence that names the
-field, the limit and the remedy, or None.
+Such rows can be read like all others, but no decision can be based on them. Pure functions over rows: each returns a
+sentence that names the field, the limit and the remedy, or None.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from elasticflow_airflow.service.store.documents.submission import StoredSubmiss
 from elasticflow_airflow.service.store.tables import AmendmentRow, IncarnationRow
 
 _KINDS = {OUT_OF_BOUNDS, "float_type", "int_type", "too_long"}
-"""Only these: what rules of another version say of a submission that was taken in is no reason to give it up."""
+"""The only errors that count: an accepted submission is not given up because another version has other rules."""
 
 
 def submission_out_of_bounds(submission: StoredSubmission) -> str | None:
-    """What is out of bounds in a stored submission, or why it cannot be read."""
+    """Return what is out of bounds in a stored submission, or why it cannot be read; None if nothing is wrong."""
     if isinstance(submission, Unreadable):
         return submission.problem
     said = submission.model_dump(exclude={"secret_env", "secret_names"}, warnings=False)
@@ -42,7 +42,7 @@ def submission_out_of_bounds(submission: StoredSubmission) -> str | None:
 
 
 def course_out_of_bounds(row: IncarnationRow) -> str | None:
-    """What is out of bounds in what an incarnation became since it was submitted: cheap enough for every pass."""
+    """Return what is out of bounds in the columns that change after submission; cheap enough for every pass."""
     times = {"deadline_at": row.deadline_at, "submitted_at": row.submitted_at, "last_step_at": row.last_step_at}
     counts = {
         "step": row.step,
@@ -65,7 +65,7 @@ def course_out_of_bounds(row: IncarnationRow) -> str | None:
 
 
 def promotion_of(row: IncarnationRow) -> Promotion | None:
-    """The checkpoint that counts; None if there is none, or which it is cannot be read."""
+    """Return the promoted checkpoint; None if there is none, or if it cannot be read."""
     found = readable(row.promoted)
     if found is None:
         return None
@@ -79,7 +79,7 @@ def promotion_of(row: IncarnationRow) -> Promotion | None:
 
 
 def state_out_of_bounds(state: JobState) -> str | None:
-    """What is out of bounds in what the scheduler remembered of a job."""
+    """Return what is out of bounds in the scheduler's stored state of a job."""
     job, costs = state.job, state.job.costs
     times = {"submitted_s": job.submitted_s, "deadline_s": job.deadline_s, "latest_deadline_s": job.latest_deadline_s}
     times |= {"as_of_s": state.as_of_s, "waiting_since_s": state.waiting_since_s}
@@ -100,7 +100,7 @@ def state_out_of_bounds(state: JobState) -> str | None:
 
 
 def amendment_out_of_bounds(row: AmendmentRow) -> str | None:
-    """What is out of bounds in a wish to amend."""
+    """Return what is out of bounds in an amendment."""
     value, at = row.value, row.deadline_at
     return _first(
         _named("deadline_at", None if at is None else bounds.time_problem(at)),
@@ -109,7 +109,7 @@ def amendment_out_of_bounds(row: AmendmentRow) -> str | None:
 
 
 def until_out_of_bounds(at_s: Any) -> str | None:
-    """What is out of bounds in a time until which something holds, of a node or a slot: it is held to be none."""
+    """Return what is out of bounds in the ``until_at`` of a drain or an avoided slot; if anything is, it is ignored."""
     number = isinstance(at_s, int | float) and not isinstance(at_s, bool)
     return _named("until_at", bounds.time_problem(at_s) if number else "is no number: give UTC seconds")
 

@@ -1,7 +1,7 @@
 """The tables of the store, as typed ORM classes. Knows nothing of scheduling; times are UTC seconds as floats.
 
-Who writes what: HTTP handlers write what their callers *want* (a new incarnation, a claim, a renewal, a cancel, an
-amendment); the reconcile loop writes what *is*. The two never write the same column of a row.
+HTTP handlers write the *desired* state, as their callers ask for it (a new incarnation, a claim, a renewal, a cancel,
+an amendment). The reconcile loop writes the *actual* state. The two never write the same column of a row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from elasticflow_airflow.service.store.documents.speed_measurement import SpeedM
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 
 SCHEMA_HEAD = "0011"
-"""Newest Alembic revision: a database that is already there needs no Alembic at start."""
+"""Newest Alembic revision. A database at this revision is opened without loading Alembic."""
 
 
 class Base(DeclarativeBase):
@@ -56,7 +56,7 @@ class Base(DeclarativeBase):
 
 
 class JobRow(Base):
-    """One Airflow task instance: which incarnation is current, and the counters that never start again."""
+    """One Airflow task instance: its current incarnation, and the counters that are never reset."""
 
     __tablename__ = "job"
 
@@ -67,15 +67,15 @@ class JobRow(Base):
     claim: Mapped[int] = mapped_column(Integer, default=0)
     incarnation: Mapped[int] = mapped_column(Integer, default=0)
     generation: Mapped[int] = mapped_column(Integer, default=0)
-    """The last generation number given out; written by the loop."""
+    """The last generation number that was used; written by the loop."""
     created_at: Mapped[float]
     owner_known_to: Mapped[str | None] = mapped_column(String(64), default=None)
-    """The Airflow that has said that the task instance is there; only it is believed that it is no more."""
+    """The Airflow that has reported the task instance as existing; only its report of a deletion is accepted."""
     owner_seen_at: Mapped[float | None] = mapped_column(default=None)
 
 
 class IncarnationRow(Base):
-    """One training of a job: what was asked for, what is wanted now, what is known."""
+    """One training of a job: its submission, its desired state, and its actual state."""
 
     __tablename__ = "incarnation"
     __table_args__ = (
@@ -88,34 +88,34 @@ class IncarnationRow(Base):
     job_id: Mapped[str] = mapped_column(ForeignKey("job.job_id"), primary_key=True)
     incarnation: Mapped[int] = mapped_column(Integer, primary_key=True)
 
-    # What was asked for (handlers, once).
+    # The submission (written once, by handlers).
     submission: Mapped[StoredSubmission] = mapped_column(Message(StoredSubmission))
     secret_env: Mapped[bytes | None] = mapped_column(LargeBinary, default=None)
-    """Encrypted; erased by the loop when the job is terminal."""
+    """Encrypted. The loop erases it when the job is terminal."""
     equality_key: Mapped[str] = mapped_column(String(64))
     submitted_at: Mapped[float]
     resume_from: Mapped[int | None] = mapped_column(Integer, default=None)
-    """The incarnation whose last valid checkpoint this one goes on from."""
+    """The incarnation from whose last valid checkpoint this one resumes."""
     init_from_path: Mapped[str | None] = mapped_column(Text, default=None)
 
-    # What callers want (handlers, at any time).
+    # The desired state (written by handlers, at any time).
     lease_s: Mapped[float]
     orphan_s: Mapped[float]
     renewals: Mapped[int] = mapped_column(Integer, default=0)
     heard_at: Mapped[float | None] = mapped_column(default=None)
-    """When somebody asked for it last: for people. Leases count ``renewals``, as clocks jump."""
+    """When a client last asked for it; for display only. Leases count ``renewals``, because clocks can jump."""
     owner_gone_at: Mapped[float | None] = mapped_column(default=None)
-    """When Airflow said that its owner is gone."""
+    """When Airflow reported that its owner is gone."""
     cancel_reason: Mapped[str | None] = mapped_column(Text, default=None)
     acknowledged: Mapped[bool] = mapped_column(Boolean, default=False)
 
-    # What is (the loop).
+    # The actual state (written by the loop).
     introduced: Mapped[bool] = mapped_column(Boolean, default=False)
-    """The scheduler has been asked about it."""
+    """It has been submitted to the scheduler."""
     state: Mapped[str] = mapped_column(String(16), default="submitted")
     terminal: Mapped[bool] = mapped_column(Boolean, default=False)
     drained: Mapped[bool] = mapped_column(Boolean, default=False)
-    """Terminal, and the engine has forgotten its gangs."""
+    """It is terminal, and the engine has removed its gangs."""
     state_reason: Mapped[str] = mapped_column(Text, default="")
     verdict: Mapped[StoredVerdict] = mapped_column(Document(StoredVerdict), default=StoredVerdict)
     deadline_at: Mapped[float | None]
@@ -126,13 +126,13 @@ class IncarnationRow(Base):
     parked: Mapped[bool] = mapped_column(Boolean, default=False)
     lease_expires_at: Mapped[float | None] = mapped_column(default=None)
     desired_generation: Mapped[int | None] = mapped_column(Integer, default=None)
-    """The generation that should run; None: none should."""
+    """The generation that should run; None if none should."""
     cleared_generation: Mapped[int] = mapped_column(Integer, default=0)
     micro_batch_size: Mapped[int | None] = mapped_column(Integer, default=None)
     logical_workers: Mapped[int | None] = mapped_column(Integer, default=None)
-    """Chosen once, when the scheduler is asked about it; None in fast mode."""
+    """Chosen once, when it is submitted to the scheduler; None in fast mode."""
     seed: Mapped[int | None] = mapped_column(Integer, default=None)
-    """As submitted, or as the session says that it trains with; None: it has not said so yet."""
+    """The seed from the submission, or the one that the session reported; None if it has not reported one yet."""
     in_place: Mapped[InPlaceRecord] = mapped_column(Document(InPlaceRecord), default=InPlaceRecord)
     target: Mapped[LossTarget | None] = mapped_column(
         Document(LossTarget, none_is_empty=True), nullable=False, default=None
@@ -145,7 +145,7 @@ class IncarnationRow(Base):
     speeds: Mapped[dict[str, Any]] = mapped_column(default=dict)
     """Measured steps/s by number of workers (as text)."""
     told_speeds: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    """Those that it was decided on with, before anything was measured in this run."""
+    """The speeds that the decision was based on, before anything was measured in this run."""
     costs: Mapped[MeasuredCosts] = mapped_column(Document(MeasuredCosts), default=MeasuredCosts)
     metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
     last_step_at: Mapped[float | None] = mapped_column(default=None)
@@ -157,19 +157,19 @@ class IncarnationRow(Base):
     losses: Mapped[int] = mapped_column(Integer, default=0)
     hangs: Mapped[int] = mapped_column(Integer, default=0)
     restart_step: Mapped[int] = mapped_column(Integer, default=-1)
-    """Where the last restart after a failure began: a failure without progress since is final."""
+    """The step at which the last restart after a failure began. A failure without progress since then is final."""
     promoted: Mapped[Promotion | None] = mapped_column(Document(Promotion), default=None)
     result: Mapped[JobResult | None] = mapped_column(Message(JobResult, nullable=True), default=None)
     failure: Mapped[str | None] = mapped_column(Text, default=None)
     finished_at: Mapped[float | None] = mapped_column(default=None)
     last_event_id: Mapped[int] = mapped_column(Integer, default=0)
     set_aside: Mapped[str | None] = mapped_column(Text, default=None)
-    """Why nothing is done for it but to keep its workers: the service failed on it. See ``setting_aside.py``."""
+    """Why the job is set aside (only its workers are kept): the service failed on it. See ``setting_aside.py``."""
     sampling: Mapped[Sampling] = mapped_column(Document(Sampling), default=Sampling)
 
 
 class GenerationRow(Base):
-    """One gang: the slots that it was given, why, and how it went."""
+    """One gang: its slots, the reason for them, and its course."""
 
     __tablename__ = "generation"
     __table_args__ = (
@@ -189,13 +189,13 @@ class GenerationRow(Base):
     reason: Mapped[str] = mapped_column(Text)
     created_at: Mapped[float]
     fresh_start: Mapped[bool] = mapped_column(Boolean)
-    """No gang of the job was alive when it was ordered: what it loses is a start-up, not a pause."""
+    """No gang of the job was alive when it was ordered, so its cost is a start-up, not a pause."""
     mode: Mapped[str] = mapped_column(String(16), default="restart")
-    """How its workers come about: restart (all anew), or in_place (those that live go on)."""
+    """How its workers are started: restart (all are new), or in_place (the living ones continue)."""
     continues: Mapped[int | None] = mapped_column(Integer, default=None)
-    """In place: the generation whose workers go on in this one."""
+    """In place: the generation whose workers continue in this one."""
     lost: Mapped[list[Any]] = mapped_column(default=list)
-    """In place: ids of workers that are dead or given up, for whom nobody may wait."""
+    """In place: ids of workers that are dead or given up; no worker may wait for them."""
     desired: Mapped[str] = mapped_column(String(8), default="run")
     """run or stop."""
     stop_cause: Mapped[str] = mapped_column(Text, default="")
@@ -203,9 +203,9 @@ class GenerationRow(Base):
     """ordered (never seen), then the engine's: pending, starting, running, leaving, ended."""
     outcome: Mapped[str | None] = mapped_column(String(16), default=None)
     judged: Mapped[bool] = mapped_column(Boolean, default=False)
-    """Ended, and all its checkpoints are verified."""
+    """It has ended, and all its checkpoints are verified."""
     handled: Mapped[bool] = mapped_column(Boolean, default=False)
-    """What its end means for the job was decided."""
+    """The consequences of its end for the job have been decided."""
     holding_at: Mapped[float | None] = mapped_column(default=None)
     running_at: Mapped[float | None] = mapped_column(default=None)
     ended_at: Mapped[float | None] = mapped_column(default=None)
@@ -214,18 +214,18 @@ class GenerationRow(Base):
     last_step_at: Mapped[float | None] = mapped_column(default=None)
     window: Mapped[SpeedMeasurement] = mapped_column(Document(SpeedMeasurement), default=SpeedMeasurement)
     folded: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """How many reports of each worker are folded in: reports come at least once."""
+    """The number of reports of each worker that are already counted: reports are delivered at least once."""
     notes: Mapped[GenerationNotes] = mapped_column(Document(GenerationNotes), default=GenerationNotes)
     log_names: Mapped[list[Any]] = mapped_column(default=list)
     failure: Mapped[str | None] = mapped_column(Text, default=None)
 
 
 CANDIDATE_IS_THERE = ("new", "valid")
-"""Statuses of candidates that nobody has found to be damaged, or deleted."""
+"""Statuses of candidates that are neither damaged nor deleted, as far as is known."""
 
 
 class CandidateRow(Base):
-    """One candidate checkpoint and what its verification said."""
+    """One candidate checkpoint and the result of its verification."""
 
     __tablename__ = "candidate"
     __table_args__ = (
@@ -242,12 +242,12 @@ class CandidateRow(Base):
     status: Mapped[str] = mapped_column(String(16), default="new")
     """new, valid, invalid, or deleted."""
     at: Mapped[float | None] = mapped_column(default=None)
-    """When it was there; None where only the folder was found."""
+    """When it was complete; None if only the folder was found."""
     size_bytes: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
 class SampleRow(Base):
-    """How an incarnation did at one moment; thinned, so that a job has only some hundreds."""
+    """The progress of an incarnation at one time. Samples are thinned, so that a job has only a few hundred."""
 
     __tablename__ = "sample"
     __table_args__ = (
@@ -265,7 +265,7 @@ class SampleRow(Base):
 
 
 class WorkerTimesRow(Base):
-    """Where the time of one worker went in the last window that it reported."""
+    """The time breakdown of one worker in the last window that it reported."""
 
     __tablename__ = "worker_times"
     __table_args__ = (
@@ -283,7 +283,7 @@ class WorkerTimesRow(Base):
 
 
 class AmendmentRow(Base):
-    """A wish to change the deadline or value, and the scheduler's answer."""
+    """A request to change the deadline or value, and the scheduler's answer."""
 
     __tablename__ = "amendment"
 
@@ -298,7 +298,7 @@ class AmendmentRow(Base):
 
 
 class EventRow(Base):
-    """One thing that changed, and why."""
+    """One change, and its reason."""
 
     __tablename__ = "event"
     __table_args__ = (Index("ix_event_job", "job_id", "event_id"), {"sqlite_autoincrement": True})
@@ -322,7 +322,7 @@ class DrainRow(Base):
 
 
 class AvoidedSlotRow(Base):
-    """A slot on which a worker was slow for good; written by the loop, which deletes it when its time is over."""
+    """A slot on which a worker was persistently slow. The loop writes it, and deletes it when its time is over."""
 
     __tablename__ = "avoided_slot"
 
@@ -333,7 +333,7 @@ class AvoidedSlotRow(Base):
 
 
 class HistoryRow(Base):
-    """What past runs of a recurring task showed, for one signature."""
+    """Measurements from past runs of a recurring task, for one signature."""
 
     __tablename__ = "history"
 
@@ -341,28 +341,28 @@ class HistoryRow(Base):
     signature: Mapped[str] = mapped_column(Text, primary_key=True)
     speeds: Mapped[dict[str, Any]] = mapped_column(default=dict)
     complete: Mapped[bool] = mapped_column(Boolean, default=False)
-    """The speeds are a whole scaling curve: profiling came to its end."""
+    """The speeds are a complete scaling curve: profiling was finished."""
     costs: Mapped[dict[str, Any]] = mapped_column(default=dict)
     total_steps: Mapped[int | None] = mapped_column(Integer, default=None)
-    """How long the last run was that said so only when it began ..."""
+    """The length of the last run that reported its length only after its start ..."""
     epochs: Mapped[int | None] = mapped_column(Integer, default=None)
-    """... in so many epochs."""
+    """... and the number of epochs of that run."""
     errors: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    """By workers (as text), how wrong the speeds of the last runs were, oldest first: |log(measured / told)|."""
+    """Errors of the predicted speeds in the last runs, |log(measured / told)|, oldest first; by workers (as text)."""
     loss_curve: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    """Of the last success with a loss to train to: ``width`` and ``losses``."""
+    """The curve of the last success with a target loss: ``width`` and ``losses``."""
     runs: Mapped[int] = mapped_column(Integer, default=0)
     updated_at: Mapped[float]
 
 
 class RecurringTaskRow(Base):
-    """A task whose submissions say when it runs next; written by the loop."""
+    """A task whose submissions name its next runs; written by the loop."""
 
     __tablename__ = "recurring_task"
 
     recurring_key: Mapped[str] = mapped_column(Text, primary_key=True)
     due: Mapped[list[Any]] = mapped_column(default=list)
-    """When the runs are due that have not come (UTC seconds), in order."""
+    """Due times of the runs that have not been submitted yet (UTC seconds), in order."""
     past: Mapped[tuple[PastRun, ...]] = mapped_column(Document(tuple[PastRun, ...]), default=())
     """Its last runs, oldest first."""
     facts: Mapped[TaskFacts] = mapped_column(Document(TaskFacts), default=TaskFacts)

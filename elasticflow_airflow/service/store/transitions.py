@@ -1,7 +1,7 @@
-"""Which states a job and its gangs go through. Every write of a state goes through here; docs/generate.py draws it.
+"""The state machines of jobs and generations. Every write of a state goes through here; docs/generate.py draws them.
 
-A job's states are what the service has decided. A generation's are what the engine has seen of its workers: a look may
-miss some, and a new engine may see less than the one before, until it has looked for long enough.
+The state of a job is what the service has decided. The state of a generation is what the engine has observed of its
+workers: an observation may miss states, and a new engine may at first observe less than the engine before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elasticflow_airflow.engines.port import STANDING, GangState
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 
 ORDERED: Final = "ordered"
-"""A generation that the engine has not been told of, or knows nothing of yet."""
+"""The state of a generation that has not been given to the engine, or that the engine does not report yet."""
 
 _ENDS = [state for state in State if state.terminal]
 _ANY_END = frozenset(_ENDS)
@@ -27,7 +27,7 @@ JOB_TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.SUSPENDED: _ANY_END | {State.WAITING, State.PROFILING, State.ADMITTED, State.RUNNING},
     **dict.fromkeys(_ENDS, frozenset[State]()),
 }
-"""From each state of a job to those that may follow it."""
+"""The states that may follow each state of a job."""
 
 GENERATION_TRANSITIONS: Mapping[str, frozenset[str]] = {
     ORDERED: frozenset(GangState),
@@ -35,15 +35,15 @@ GENERATION_TRANSITIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(STANDING, frozenset({*STANDING, GangState.ENDED})),
     GangState.ENDED: frozenset(),
 }
-"""From each state of a generation to those that may follow it."""
+"""The states that may follow each state of a generation."""
 
 
 class TransitionError(Exception):
-    """A state that cannot follow the one before: a defect, of the service or the engine."""
+    """A state that cannot follow the previous one: a defect of the service or of the engine."""
 
 
 def move(row: IncarnationRow, state: State, reason: str) -> None:
-    """Move a job to a state; to stay where it is only gives it another reason. Raises TransitionError."""
+    """Move a job to a state; if it is already in that state, only the reason changes. Raises TransitionError."""
     before = State(row.state)
     if state is not before and state not in JOB_TRANSITIONS[before]:
         raise TransitionError(f"it is {before.value}, and cannot become {state.value} ({reason})")
@@ -51,12 +51,12 @@ def move(row: IncarnationRow, state: State, reason: str) -> None:
 
 
 def overwrite(row: IncarnationRow, state: State, reason: str) -> None:
-    """Move a job that is set aside, from whatever is stored."""
+    """Set the state of a job that is set aside, whatever its stored state is."""
     row.state, row.state_reason = state.value, reason
 
 
 def advance(generation: GenerationRow, state: GangState) -> None:
-    """Write down what the engine has seen of a generation. Raises TransitionError."""
+    """Record the state that the engine has observed of a generation. Raises TransitionError."""
     before = generation.state
     if state != before and state not in GENERATION_TRANSITIONS.get(before, frozenset()):
         raise TransitionError(f"generation {generation.generation} is {before}, and cannot become {state.value}")
@@ -64,5 +64,5 @@ def advance(generation: GenerationRow, state: GangState) -> None:
 
 
 def overwrite_generation(generation: GenerationRow, state: GangState) -> None:
-    """Write down what the engine has seen of a generation whose job is set aside, over whatever is stored."""
+    """Record the observed state of a generation whose job is set aside, whatever its stored state is."""
     generation.state = state.value

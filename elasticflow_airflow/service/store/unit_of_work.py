@@ -1,8 +1,8 @@
-"""What one pass of the loop reads and changes, written in one short transaction at its end, or not at all.
+"""Collects the changes of one pass of the loop, and writes them in one short transaction at its end, or not at all.
 
-While the loop plans, which may take seconds, no transaction is open, and handlers write: none of them waits for a plan.
-The columns that they write and those that the loop writes are different ones, and only changed columns are written, so
-neither overwrites the other. Where a decision rests on a column of theirs, :meth:`UnitOfWork.rely_on` says so, and it
+The loop may plan for seconds. No transaction is open meanwhile, so handlers can write and never wait for a plan.
+Handlers and the loop write different columns, and only changed columns are written, so neither overwrites the other.
+If a decision depends on a column that handlers write, it is registered with :meth:`UnitOfWork.rely_on`, and the column
 is compared again when the decision is written (optimistic concurrency control; Fowler, Patterns of Enterprise
 Application Architecture, Unit of Work).
 """
@@ -47,11 +47,11 @@ _FORGET = "delete its row from the table avoided_slot"
 
 
 class StaleReadError(Exception):
-    """Somebody has changed what a decision rests on, between reading and writing: nothing was written; begin anew."""
+    """A value that a decision depends on has changed since it was read. Nothing was written; start the pass again."""
 
 
 class UnstorableError(Exception):
-    """What was to be written of a job fits no column, or is there already. ``job_id`` None: it is nobody's."""
+    """A value does not fit its column, or a row exists already. ``job_id`` is None if the row belongs to no job."""
 
     def __init__(self, job_id: str | None, what: str) -> None:
         super().__init__(what)
@@ -60,17 +60,17 @@ class UnstorableError(Exception):
 
 @dataclass(slots=True, eq=False)
 class NewEvent:
-    """An event that is not written yet; ``event_id`` is known once it is."""
+    """An event that is not written yet; ``event_id`` is set when it is written."""
 
     row: IncarnationRow | None
     columns: dict[str, Any]
     is_verdict: bool = False
-    """The verdict of the row names it."""
+    """The verdict of the row refers to this event."""
     event_id: int | None = None
 
 
 class UnitOfWork(Reader):
-    """Queries see what was changed here. Nothing of it is in the database before :meth:`commit` returns."""
+    """Queries see the changes made here. None of them is in the database before :meth:`commit` returns."""
 
     def __init__(self, session: Session, store: Store) -> None:
         super().__init__(session)
@@ -82,52 +82,52 @@ class UnitOfWork(Reader):
         self._relied_on: dict[tuple[Any, str], Any] = {}
         session.connection(execution_options=store.read_options)
         self.current_rows = self.undrained()
-        """Every incarnation that still matters, with its job, in order of submission."""
+        """Every undrained incarnation, with its job, in order of submission."""
         self.current_generations = self.open_generations()
         """Every generation whose end is not handled, oldest first."""
         self._amendments = super().open_amendments()
         self._drains = super().drains()
         self._avoided = super().avoided()
-        session.commit()  # ends the transaction in which all of this was read; what was read stays
+        session.commit()  # ends the read transaction; the rows stay loaded
         session.bind = store.engine_without_transactions
 
-    # -- what was changed here is seen ---------------------------------------------------------------------------
+    # -- queries that see the changes ----------------------------------------------------------------------------
 
     def generation(self, job_id: str, generation: int) -> GenerationRow | None:
-        """One generation."""
+        """Return one generation, or None."""
         new = self._new(GenerationRow, lambda row: (row.job_id, row.generation) == (job_id, generation))
         return new[0] if new else super().generation(job_id, generation)
 
     def generations(self, job_id: str, incarnation: int) -> list[GenerationRow]:
-        """All generations of an incarnation, oldest first."""
+        """Return all generations of an incarnation, oldest first."""
         new = self._new(GenerationRow, lambda row: (row.job_id, row.incarnation) == (job_id, incarnation))
         return sorted([*super().generations(job_id, incarnation), *new], key=lambda row: row.generation)
 
     def candidates(self, job_id: str, incarnation: int) -> list[CandidateRow]:
-        """Candidate checkpoints of an incarnation, oldest first."""
+        """Return the candidate checkpoints of an incarnation, oldest first."""
         new = self._new(CandidateRow, lambda row: (row.job_id, row.incarnation) == (job_id, incarnation))
         return sorted([*super().candidates(job_id, incarnation), *new], key=lambda row: (row.generation, row.step))
 
     def open_candidates(self) -> list[CandidateRow]:
-        """Candidates of all undrained incarnations that are there: not verified yet, or valid. Oldest first."""
+        """Return the existing candidates (not verified yet, or valid) of all undrained incarnations, oldest first."""
         found = [*super().open_candidates(), *self._new(CandidateRow)]
         there = (row for row in found if row.status in CANDIDATE_IS_THERE)
         return sorted(there, key=lambda row: (row.generation, row.step))
 
     def open_amendments(self) -> list[AmendmentRow]:
-        """Amendments without an answer, oldest first."""
+        """Return the amendments without an answer, oldest first."""
         return [row for row in self._amendments if row.answer is None]
 
     def drains(self) -> dict[str, float]:
-        """Nodes that go away, and when (UTC seconds); without those of :meth:`ignored`."""
+        """Return the draining nodes, and when each goes away (UTC seconds), without those of :meth:`ignored`."""
         return {node_id: at for node_id, at in self._drains.items() if until_out_of_bounds(at) is None}
 
     def avoided(self) -> list[AvoidedSlotRow]:
-        """Slots that are avoided for a while; without those of :meth:`ignored`."""
+        """Return the slots that are avoided for a while, without those of :meth:`ignored`."""
         return [row for row in self._avoided if until_out_of_bounds(row.until_at) is None]
 
     def ignored(self) -> list[str]:
-        """What is stored of nodes and slots and cannot be heeded, of an older version or written by hand."""
+        """Describe drains and avoided slots with a time out of bounds (from an older version, or written by hand)."""
         drains = ((f"the drain of node {node_id!r}", at, _DRAIN_ANEW) for node_id, at in sorted(self._drains.items()))
         avoided = ((f"slot {row.node_id}:{row.slot_index} to avoid", row.until_at, _FORGET) for row in self._avoided)
         return [
@@ -137,23 +137,23 @@ class UnitOfWork(Reader):
         ]
 
     def history(self, recurring_key: str, signature: str) -> HistoryRow | None:
-        """What past runs of a task showed."""
+        """Return the history of a task's past runs for one signature."""
         new = self._new(HistoryRow, lambda row: (row.recurring_key, row.signature) == (recurring_key, signature))
         return new[0] if new else super().history(recurring_key, signature)
 
     def recurring_task(self, recurring_key: str) -> RecurringTaskRow | None:
-        """What is known of a recurring task's runs."""
+        """Return what is stored about the runs of a recurring task."""
         new = self._new(RecurringTaskRow, lambda row: row.recurring_key == recurring_key)
         return new[0] if new else super().recurring_task(recurring_key)
 
     def recurring_tasks(self) -> list[RecurringTaskRow]:
-        """All tasks of which a run is due."""
+        """Return all recurring tasks with a run that is due."""
         changed = [row for row in self.session.dirty if isinstance(row, RecurringTaskRow)]
         found = {row.recurring_key: row for row in (*super().recurring_tasks(), *changed, *self._new(RecurringTaskRow))}
         return [row for _, row in sorted(found.items()) if row.next_due_at is not None]
 
     def worker_time(self, job_id: str, incarnation: int, worker_id: str) -> WorkerTimesRow | None:
-        """Where the time of a worker went."""
+        """Return the time breakdown of one worker."""
         key = (job_id, incarnation, worker_id)
         new = self._new(WorkerTimesRow, lambda row: (row.job_id, row.incarnation, row.worker_id) == key)
         return new[0] if new else super().worker_time(job_id, incarnation, worker_id)
@@ -179,17 +179,17 @@ class UnitOfWork(Reader):
         self._orders.append(lambda: self.session.execute(sa.insert(SampleRow), rows))
 
     def thin_samples(self, job_id: str, incarnation: int, stride: int) -> None:
-        """Delete the samples of an incarnation whose number is no multiple of ``stride``."""
+        """Delete the samples of an incarnation whose number is not a multiple of ``stride``."""
         which = (SampleRow.job_id == job_id, SampleRow.incarnation == incarnation, SampleRow.number % stride != 0)
         self._orders.append(lambda: self.session.execute(sa.delete(SampleRow).where(*which)))
 
     def forget_drain(self, node_id: str) -> None:
-        """A node that was to go away has gone: if it comes back, it is there to stay."""
+        """Delete the drain of a node that has gone: if the node comes back, it stays."""
         if self._drains.pop(node_id, None) is not None:
             self._orders.append(lambda: self.session.execute(sa.delete(DrainRow).where(DrainRow.node_id == node_id)))
 
     def avoid(self, node_id: str, slot_index: int, until_at: float, reason: str) -> None:
-        """Avoid a slot until then, also one that is avoided already."""
+        """Avoid a slot until this time (UTC seconds), also one that is avoided already."""
         known = next((row for row in self._avoided if (row.node_id, row.slot_index) == (node_id, slot_index)), None)
         if known is None:
             known = AvoidedSlotRow(node_id=node_id, slot_index=slot_index)
@@ -197,7 +197,7 @@ class UnitOfWork(Reader):
         known.until_at, known.reason = until_at, reason
 
     def forget_avoided(self, row: AvoidedSlotRow) -> None:
-        """A slot is used again."""
+        """Stop avoiding a slot."""
         self._avoided.remove(row)
         self.session.delete(row)
 
@@ -209,7 +209,7 @@ class UnitOfWork(Reader):
         *,
         is_verdict: bool = False,
     ) -> NewEvent:
-        """Note an event (of an incarnation); with ``is_verdict`` the row's verdict names it once its id is known."""
+        """Add an event (of an incarnation). With ``is_verdict``, the row's verdict names it once its id is known."""
         kind, data = kind_and_data(what)
         event = NewEvent(
             row,
@@ -227,7 +227,7 @@ class UnitOfWork(Reader):
         return event
 
     def rely_on(self, row: Base, column: str) -> None:
-        """A decision rests on a column that handlers write: it must be the same when the decision is written."""
+        """Register that a decision depends on a column that handlers write: it must be unchanged at :meth:`commit`."""
         state = sa.inspect(row)
         value = state.committed_state.get(column, getattr(row, column)) if state.persistent else None
         self._relied_on.setdefault((row, column), value)
@@ -235,7 +235,7 @@ class UnitOfWork(Reader):
     # -- writing -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """See that all that is to be written can be. Raises UnstorableError, naming whose it is."""
+        """Check that everything to be written can be stored. Raises UnstorableError, which names the job."""
         for event in self._events:
             self._check(event.columns["job_id"], EventRow, event.columns)
         for row in (*self.session.new, *self.session.dirty):
@@ -251,7 +251,7 @@ class UnitOfWork(Reader):
             raise UnstorableError(job_id, str(error)) from error
 
     def commit(self) -> None:
-        """Write everything in one transaction. Raises StaleReadError, UnstorableError: then nothing was written."""
+        """Write everything in one transaction. Raises StaleReadError or UnstorableError; then nothing was written."""
         self.check()
         with self._store.alone_in_writing(self.session):
             for (row, column), value in self._relied_on.items():
@@ -273,7 +273,7 @@ class UnitOfWork(Reader):
         crashpoints.point("after commit")
 
     def _doubled(self, new: Sequence[Base]) -> UnstorableError | None:
-        """Whose row is there already: its number was counted from what somebody else had written. None: nobody's."""
+        """Find the job with a new row that exists already (its number came from a stale count), or return None."""
         for row in (*new, *(SampleRow(**values) for values in self._samples)):
             kind: type[Any] = type(row)
             key = sa.inspect(row).mapper.primary_key_from_instance(row)
@@ -303,6 +303,6 @@ class UnitOfWork(Reader):
 
 @contextmanager
 def unit_of_work(store: Store) -> Iterator[UnitOfWork]:
-    """Begin a unit of work; without a :meth:`UnitOfWork.commit` in the block nothing of it remains."""
+    """Begin a unit of work; without a :meth:`UnitOfWork.commit` in the block, all its changes are dropped."""
     with store.sessions(autoflush=False) as session:
         yield UnitOfWork(session, store)

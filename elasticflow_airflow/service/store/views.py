@@ -1,7 +1,7 @@
-"""How rows look from outside: the wire's JobStatus and Event. Pure functions over rows.
+"""Converts rows to the messages of the API, such as JobStatus and Event. Pure functions over rows.
 
-What is stored of a job may be what nobody can read (rows of another version, or written by hand). That spoils the view
-of this job alone: lists, sums and the pages of all others are made without it.
+The stored values of a job may be unreadable (rows of another version, or written by hand). This affects the view of
+that job alone: lists, sums and the pages of all other jobs are made without it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from elasticflow_airflow.service.store.stored_bounds import until_out_of_bounds
 from elasticflow_airflow.service.store.tables import EventRow, GenerationRow, IncarnationRow, JobRow
 
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError)
-"""What is raised by whoever reads rubbish."""
+"""The exceptions that reading an unreadable row may raise."""
 _CANNOT_BE_SHOWN = "what is stored of it cannot be shown: cancel it to end it, and submit it again"
 
 
 def status_of(job: JobRow, row: IncarnationRow, generations: Sequence[GenerationRow]) -> JobStatus:
-    """Everything about a job's current incarnation. ``generations`` are all of that incarnation, oldest first.
+    """Return the status of a job's current incarnation. ``generations`` are all of that incarnation, oldest first.
 
-    Of one that cannot be read, only what can: ``set_aside`` says so.
+    If the row is unreadable, the status has only the readable fields, and ``set_aside`` says so.
     """
     try:
         return _status_of(job, row, generations)
@@ -34,7 +34,7 @@ def status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generation
 
 
 def _unreadable(job: JobRow, row: IncarnationRow) -> JobStatus:
-    """A status of what nothing can be wrong with."""
+    """Return a status made only of fields that cannot be invalid."""
     at, state = row.submitted_at, State.FAILED if row.terminal else State.SUSPENDED
     with suppress(ValueError):
         state = State(row.state) if State(row.state).terminal == row.terminal else state
@@ -60,7 +60,7 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
     holding = [g for g in generations if g.state in STANDING and not g.handled]
     trains = [g for g in holding if g.state == GangState.RUNNING]
     if trains and holding[-1].mode == RescaleMode.IN_PLACE:
-        holding = trains  # Until a change in place has switched, those before it train on.
+        holding = trains  # Until an in-place change has switched, the previous workers train on.
     slots = holding[-1].placement if holding else []
     stored = row.verdict
     verdict = Verdict(
@@ -123,7 +123,7 @@ def _slack_s(row: IncarnationRow, result: JobResult | None) -> float | None:
 
 
 def slot_statuses(nodes: Sequence[EngineNode], reader: Reader) -> list[SlotStatus]:
-    """Every slot of the cluster, and who holds it."""
+    """Return every slot of the cluster, with the job that holds it."""
     held: dict[tuple[str, int], str] = {}
     for job_id, slots in reader.slots_held():
         with suppress(*UNREADABLE):
@@ -149,7 +149,7 @@ def slot_statuses(nodes: Sequence[EngineNode], reader: Reader) -> list[SlotStatu
 
 
 def event_of(row: EventRow) -> Event:
-    """One event; one of which the data cannot be read has none."""
+    """Return one event, with empty data if its data is unreadable."""
     return Event(
         event_id=row.event_id,
         job_id=row.job_id,

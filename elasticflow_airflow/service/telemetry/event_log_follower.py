@@ -1,6 +1,6 @@
-"""Follows the event log while the service runs, and tells each event to whoever listens: the log file, traces.
+"""Follows the event log while the service runs, and passes each event to the listeners: the log file, and traces.
 
-An event is told after it is committed. What happened while no service ran is not told again: it is in the store.
+Events are passed on after they are committed. Events from before the start of the service are not: they are stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Listener = Callable[[Reader, EventRow], None]
 _PIECE = 500
 _LOOK_S = 5.0
 _ROUTINE = (EventKind.CHECKPOINT, EventKind.KEPT, EventKind.MEASURED, EventKind.TARGET_LENGTH)
-"""Kinds of event that come often and matter little: ``ELASTICFLOW_LOG_LEVEL=debug`` shows them."""
+"""Kinds of event that are frequent and of little importance; ``ELASTICFLOW_LOG_LEVEL=debug`` shows them."""
 _ALARMING = (
     EventKind.AT_RISK,
     EventKind.CHECKPOINT_DAMAGED,
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 class EventLogFollower:
-    """One thread that follows the log from the moment it was made."""
+    """One thread that follows the log, from the creation of this object on."""
 
     def __init__(self, store: Store, notifier: Notifier, listeners: Sequence[Listener]) -> None:
         self._store, self._notifier, self._listeners = store, notifier, listeners
@@ -46,11 +46,11 @@ class EventLogFollower:
             self._cursor = reader.last_event_id()
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Tell what has happened until now, and stop."""
+        """Pass on the remaining events, and stop."""
         self._stop.set()
         self._notifier.changed()
         if self._thread.is_alive():
@@ -58,7 +58,7 @@ class EventLogFollower:
         self.tell()
 
     def tell(self) -> None:
-        """Tell everything that is new."""
+        """Pass all new events to the listeners."""
         while True:
             with self._store.read() as reader:
                 events = reader.events(self._cursor, None, _PIECE)
@@ -68,7 +68,7 @@ class EventLogFollower:
                         try:
                             listener(reader, event)
                         except Exception:
-                            # Who listens must not harm the service, nor keep the others from hearing.
+                            # A failing listener must not harm the service or the other listeners.
                             log.exception("an event could not be told", event_id=event.event_id, kind=event.kind)
             if len(events) < _PIECE:
                 return
@@ -90,7 +90,7 @@ class EventLogFollower:
 
 
 def write_to_log(_reader: Reader, event: EventRow) -> None:
-    """One line an event, with what it is about."""
+    """Write one log line per event, with the ids of its job, incarnation and generation."""
     about = {
         "job_id": event.job_id,
         "incarnation": event.incarnation,

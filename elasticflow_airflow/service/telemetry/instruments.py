@@ -1,7 +1,7 @@
-"""What this process measures of itself while it works: how long decisions and statements of the store take.
+"""Metrics of this process: the durations of scheduling decisions and of database statements.
 
-They begin at zero in each process, as Prometheus expects of histograms. What has *happened* is counted elsewhere, from
-the event log, and goes on across restarts (``tallies.py``). Knows nothing of the service's rules.
+They start at zero in each process, as Prometheus expects of histograms. Events are counted elsewhere, from the event
+log, and those counts continue across restarts (``tallies.py``). Knows nothing of the service's rules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from prometheus_client import CollectorRegistry, Histogram
 
 PROCESS = CollectorRegistry()
-"""What belongs to this process alone."""
+"""The metrics that belong to this process alone."""
 
 _FINE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 
@@ -39,7 +39,7 @@ _BEGAN = "elasticflow_began_s"
 
 @contextmanager
 def deciding(event: object) -> Iterator[None]:
-    """Measure one answer of the scheduler."""
+    """Measure how long the scheduler takes to answer one event."""
     began_s = time.perf_counter()
     try:
         yield
@@ -48,7 +48,7 @@ def deciding(event: object) -> Iterator[None]:
 
 
 def measure_statements(engine: sa.Engine) -> None:
-    """Measure every statement of a database from now on."""
+    """Measure every statement on this engine from now on."""
 
     def before(connection: sa.Connection, *_: Any) -> None:
         connection.info[_BEGAN] = time.perf_counter()

@@ -1,7 +1,7 @@
-"""The service's own log: one line an event, written by a thread of its own.
+"""The service's own log: one line per event, written by a thread of its own.
 
-Whoever reads standard error may be slow or hang (a pager, a full disk, a collector of containers that restarts). No
-thread of the service waits for him: what he does not take in time is left out of the log, and counted there.
+The reader of standard error may be slow or hang (a pager, a full disk, a log collector that restarts). No thread of the
+service waits for it: lines that it does not take in time are left out of the log, and their number is logged.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import structlog
 
 LEVELS = ("debug", "info", "warning", "error")
 _MOST_WAITING = 5000
-"""Writes that may wait to be taken."""
+"""The most writes that may be queued."""
 _END_LIMIT_S = 2.0
 
 
 class PatientWriter(io.TextIOBase):
-    """A text file to write to without ever waiting, over another one; what is written appears in order."""
+    """A text file whose writes never block, on top of another file; writes keep their order."""
 
     def __init__(self, file: TextIO, most_waiting: int = _MOST_WAITING) -> None:
         self._file = file
@@ -34,11 +34,11 @@ class PatientWriter(io.TextIOBase):
         self._thread.start()
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Have it written; left out when too much waits already."""
+        """Queue a text to be written; it is left out when the queue is full."""
         try:
             self._waiting.put_nowait(text)
         except queue.Full:
@@ -47,7 +47,7 @@ class PatientWriter(io.TextIOBase):
         return len(text)
 
     def end(self, limit_s: float = _END_LIMIT_S) -> None:
-        """Wait until all is written, but not for long: for whoever is about to leave."""
+        """Wait until everything is written, at most ``limit_s`` seconds; for use before the process exits."""
         try:
             self._waiting.put(None, timeout=limit_s)
         except queue.Full:
@@ -61,15 +61,15 @@ class PatientWriter(io.TextIOBase):
             note = f"level='warning' event='lines of the log were left out, nobody took them' lines={left_out}\n"
             try:
                 self._put(text + note * bool(left_out))
-            except OSError:  # Nobody listens, or the disk is full: there is no other place to say so.
+            except OSError:  # There is no reader, or the disk is full: there is nowhere else to report this.
                 with self._lock:
                     self._left_out += left_out + 1
 
     def _put(self, text: str) -> None:
-        """Write, and wait for the reader: not with the file's lock, which this process needs to come to its end."""
+        """Write, and wait for the reader, without the file's lock, which this process needs to exit."""
         try:
             descriptor = self._file.fileno()
-        except io.UnsupportedOperation:  # nobody who could keep us waiting
+        except io.UnsupportedOperation:  # in memory: writes cannot block
             self._file.write(text)
             return
         data = text.encode(errors="backslashreplace")
@@ -78,7 +78,7 @@ class PatientWriter(io.TextIOBase):
 
 
 def set_up_logging(level: str) -> PatientWriter:
-    """Log to standard error, with the time in UTC. An embedded service's goes to ``service.log``."""
+    """Log to standard error, with the time in UTC; an embedded service logs to ``service.log``."""
     writer = PatientWriter(sys.stderr)
     structlog.configure(
         processors=[
@@ -90,6 +90,6 @@ def set_up_logging(level: str) -> PatientWriter:
         wrapper_class=structlog.make_filtering_bound_logger(10 * (LEVELS.index(level) + 1)),
         logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, writer)),
     )
-    # What the libraries have to say: uvicorn's word on a request that failed, with where.
+    # Logs of libraries, such as uvicorn's traceback of a failed request.
     logging.basicConfig(stream=writer, level=logging.WARNING, format="%(message)s", force=True)
     return writer

@@ -1,6 +1,6 @@
-"""What has happened so far, counted from the event log: a service that starts again counts on where it was.
+"""Counts events from the event log, so that the counts continue when the service is restarted.
 
-Each look reads the events since the last one. Rows in, numbers out; knows nothing of Prometheus.
+Each call reads the events since the previous one. Rows in, numbers out; knows nothing of Prometheus.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class TallyHistogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def add(self, value: float) -> None:
-        """Count a value; what is no number is left out."""
+        """Count a value; values that are not finite are left out."""
         if math.isfinite(value):
             self.counts[bisect_left(self.bounds, value)] += 1
             self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Prometheus' cumulative buckets: upper bound as text, and how many are at most that."""
+        """Return cumulative buckets for Prometheus: (upper bound as text, number of values at most that)."""
         found, so_far = [], 0
         for bound, count in zip([*self.bounds, math.inf], self.counts, strict=True):
             so_far += count
@@ -54,17 +54,17 @@ class TallyHistogram:
 
 @dataclass(slots=True)
 class Tallies:
-    """Everything that is counted. One thread at a time."""
+    """All counts. For one thread at a time."""
 
     cursor: int = 0
-    """The last event that is counted."""
+    """The id of the last event that was counted."""
     kinds: Counter[str] = field(default_factory=Counter)
     admitted: Counter[str] = field(default_factory=Counter)
-    """By terms: deadline, best_effort, renegotiated."""
+    """Admissions by terms: deadline, best_effort, renegotiated."""
     ended: Counter[str] = field(default_factory=Counter)
-    """By state."""
+    """Ended jobs by state."""
     deadlines: Counter[str] = field(default_factory=Counter)
-    """Of promised jobs that came to their end: met, or missed."""
+    """Outcomes of ended jobs with a deadline: met, or missed."""
     lateness: TallyHistogram = field(default_factory=lambda: TallyHistogram(LATENESS_S))
     spare: TallyHistogram = field(default_factory=lambda: TallyHistogram(SPARE_S))
     pauses: TallyHistogram = field(default_factory=lambda: TallyHistogram(PAUSE_S))
@@ -77,10 +77,10 @@ class Tallies:
     _asked: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def catch_up(self, reader: Reader) -> None:
-        """Count what has happened since the last look.
+        """Count the events since the last call.
 
-        Of a log whose beginning is deleted (``keep_days``) only what is new: counters that begin at zero are understood
-        by whoever reads them, counters that begin with a part are not.
+        If the beginning of the log is deleted (``keep_days``), the first call counts nothing and only new events count:
+        readers of counters expect them to start at zero, not with a part of the past.
         """
         if self.cursor == 0 and reader.first_event_id() > 1:
             self.cursor = reader.last_event_id()
@@ -110,11 +110,11 @@ class Tallies:
             self._end(event)
 
     def _end(self, event: EventRow) -> None:
-        assert event.job_id is not None  # the caller looked
+        assert event.job_id is not None  # the caller checked this
         assert event.incarnation is not None
         self._asked.pop((event.job_id, event.incarnation), None)
         if event.kind != "rejected" and event.data.get("gpu_seconds") is None:
-            return  # It says why it ends; that it has ended is said when its workers are gone.
+            return  # This event announces the end; the end itself is logged when its workers are gone.
         if self._over.get(event.job_id, 0) >= event.incarnation:
             return
         self._over[event.job_id] = event.incarnation
@@ -122,7 +122,7 @@ class Tallies:
         self.slot_s += float(event.data.get("gpu_seconds") or 0.0)
         slack_s, met = event.data.get("slack_s"), event.data.get("met")
         if met is None or slack_s is None or event.kind == "cancelled":
-            return  # No deadline, or nobody wanted it any more.
+            return  # There was no deadline, or the job was cancelled.
         self.deadlines["met" if met else "missed"] += 1
         if event.kind == "succeeded":
             (self.spare if slack_s >= 0.0 else self.lateness).add(abs(float(slack_s)))

@@ -1,8 +1,8 @@
-"""Makes OpenTelemetry spans of what happened to jobs, where a collector is configured.
+"""Sends OpenTelemetry spans for the events of jobs, if a collector is configured.
 
-A span is sent when what it tells of has ended. Ids are made from the job's, and its place in a trace from the
-``traceparent`` that came with its submission: a service that starts again goes on with the same trace. The packages are
-an extra; without them, or without a collector, nothing of this is loaded.
+A span is sent when its activity has ended. Span ids are derived from the job's id, and the parent from the
+``traceparent`` of its submission, so that a restarted service continues the same trace. The packages are an extra;
+without them, or without a collector, none of them is loaded.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ log = structlog.get_logger()
 
 
 class Traces(Protocol):
-    """Hears of events, and sends what it has at the end."""
+    """A listener of events that sends spans, and flushes them at the end."""
 
     def __call__(self, reader: Reader, event: EventRow) -> None:
-        """Hear of an event."""
+        """Handle an event."""
         ...
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         ...
 
 
 def traces_from_environment(environment: Mapping[str, str] = os.environ) -> Traces | None:
-    """What the standard variables ask for; None where no collector is configured."""
+    """Create traces as the standard environment variables say; None if no collector is configured."""
     asked = any(environment.get(name) for name in _ENDPOINTS)
     if not asked or environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
@@ -72,7 +72,7 @@ def _exporter(protocol: str) -> SpanExporter:
 
 
 def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_once: bool = False) -> Traces:
-    """Traces that go to an exporter; ``at_once``: each span as soon as it ends, not in batches."""
+    """Create traces for an exporter; ``at_once``: send each span as soon as it ends, not in batches."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
@@ -80,7 +80,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
     from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags, set_span_in_context
 
     class GivenIds(IdGenerator):
-        """The ids that were set last."""
+        """Returns the ids that were set last."""
 
         trace_id = span_id = 0
 
@@ -91,7 +91,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
             return self.trace_id
 
     class JobTraces:
-        """One thread at a time."""
+        """For one thread at a time."""
 
         def __init__(self) -> None:
             self._ids = GivenIds()
@@ -104,7 +104,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
             self._began_at: dict[tuple[str, int], float] = {}
 
         def __call__(self, reader: Reader, event: EventRow) -> None:
-            """Send the spans of what has ended by this event."""
+            """Send the spans of the activities that ended with this event."""
             if event.job_id is None or event.incarnation is None:
                 return
             job, row = reader.job(event.job_id), reader.incarnation(event.job_id, event.incarnation)
@@ -123,7 +123,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
                 self._end(job, row, event)
 
         def close(self) -> None:
-            """Send what is left."""
+            """Send the remaining spans."""
             self._provider.shutdown()
 
         def _tell_generation(self, job: JobRow, row: IncarnationRow, generation: GenerationRow) -> None:
@@ -194,7 +194,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
 
 
 def _place_of(row: IncarnationRow) -> tuple[int, int | None, int]:
-    """Trace, parent span and flags: as the submission says, else a trace of the job's own."""
+    """Return trace id, parent span id and flags: from the submission, or else a trace of the job's own."""
     given = _PARENT.fullmatch(row.submission.labels.get(TRACEPARENT, ""))
     if given is not None and int(given[1], 16) and int(given[2], 16):
         return int(given[1], 16), int(given[2], 16), int(given[3], 16)
@@ -202,5 +202,5 @@ def _place_of(row: IncarnationRow) -> tuple[int, int | None, int]:
 
 
 def _number(size_bytes: int, *parts: object) -> int:
-    """An id that is the same each time it is made."""
+    """Return a deterministic id of ``size_bytes`` bytes for these parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:size_bytes], "big") or 1

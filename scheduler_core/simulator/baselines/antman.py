@@ -1,23 +1,23 @@
-"""``antman``: guaranteed jobs as asked for, opportunistic ones on what they leave (AntMan, OSDI 2020).
+"""``antman``: guaranteed jobs at their requested size, opportunistic jobs on the rest (AntMan, OSDI 2020).
 
-The paper: *resource-guarantee* jobs get the GPUs that they ask for, within their tenants' quotas, as if they were
-alone; *opportunistic* jobs run on whatever is left, idle GPUs and idle moments of GPUs that guaranteed jobs hold.
-Memory and computation scale within the framework (section 4), so that a guaranteed job never notices its guest: the
-guest is throttled or leaves. A guaranteed job that has to wait may begin as an opportunistic one (section 5). It knows
-no deadlines.
+The paper: *resource-guarantee* jobs get the GPUs they request, within their tenants' quotas, as if they were alone.
+*Opportunistic* jobs run on the rest: idle GPUs, and idle moments of GPUs that guaranteed jobs hold. Memory and
+computation scale within the framework (section 4), so a guaranteed job is never slowed by its guest: the guest is
+throttled or leaves. A guaranteed job that has to wait may start as an opportunistic one (section 5). The paper does not
+consider deadlines.
 
-Decided here: who runs guaranteed, who opportunistically, and where guests stand.
+This policy decides which jobs run guaranteed, which run opportunistically, and where guests are placed.
 
-Where it differs, and why:
+Differences from the paper, and reasons:
 
-- Traces know no classes and no quotas: jobs with a deadline are guaranteed, best-effort jobs are opportunistic, and the
-  quota is the cluster. Guaranteed jobs are taken in order of arrival; the first that does not fit keeps the others of
-  its class from overtaking it, and they all may run opportunistically, on fewer slots if need be, until their turn.
-- Guests on held slots need a table of what pairs leave each other (``leftover``); no public trace of jobs with
-  deadlines has one. Without it, opportunistic jobs use idle slots only, and give them up at once.
-- What a guest has beside a holder that loses nothing is derived from pairs measured without throttling, see
+- Traces have no classes and no quotas: jobs with a deadline are guaranteed, best-effort jobs are opportunistic, and the
+  quota is the whole cluster. Guaranteed jobs are taken in order of arrival. The first that does not fit blocks the
+  later ones of its class; until their turn, all of them may run opportunistically, on fewer slots if necessary.
+- Guests on held slots need a table of the capacity that pairs leave each other (``leftover``); no public trace of jobs
+  with deadlines has one. Without it, opportunistic jobs use idle slots only, and release them immediately.
+- The speed of a guest beside a host that loses nothing is derived from pairs measured without throttling, see
   :mod:`~elasticflow_airflow.scheduler_core.simulator.inputs.colocation`.
-- Gangs are capped at the knee of their curve by default; ``antman+plain`` holds what was asked for.
+- Gangs are capped at the knee of their curve by default; ``antman+plain`` uses the requested size.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import G
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room, seat
 
 Leftover = Callable[[str, str], float]
-"""Of a holder's and a guest's workload: the part of its speed that the guest has while the holder loses nothing."""
+"""From a host's and a guest's workload: the fraction of its speed the guest keeps if the host loses nothing."""
 
 LEAST_PART = 0.1
-"""A guest that would have less of its speed than this is not seated."""
+"""A guest that would keep a smaller fraction of its speed than this is not placed."""
 _GUARANTEED = "guaranteed"
 
 
 class AntMan(GangPolicy):
-    """Guaranteed and opportunistic jobs. Deterministic."""
+    """AntMan: guaranteed and opportunistic jobs. Deterministic."""
 
     job_type = SharingJob
 
@@ -61,7 +61,7 @@ class AntMan(GangPolicy):
         self._guaranteed: set[str] = set()
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
-        """Take in one event; opportunistic gangs are told that they run beside whoever holds their slots."""
+        """Handle one event; mark opportunistic gangs as running beside the holders of their slots."""
         decided = super().handle(event, now)
         return [
             replace(decision, beside=True)
@@ -73,10 +73,10 @@ class AntMan(GangPolicy):
     def _may_be_guest(self, job: GangJob) -> bool:
         return self._leftover is not None and job.job.deadline_s is None
 
-    # -- who runs --------------------------------------------------------------------------------------------------
+    # -- which jobs run --------------------------------------------------------------------------------------------
 
     def wanted(self, scene: Scene) -> Wanted:
-        """Guaranteed jobs in order of arrival up to the first that does not fit; everybody else opportunistically."""
+        """Return guaranteed jobs in order of arrival up to the first that does not fit; the rest are opportunistic."""
         usable = self.usable(scene.now)
         free = self._open(scene)
         rest: list[JobView] = []
@@ -90,7 +90,7 @@ class AntMan(GangPolicy):
                 continue
             size, block = self._size(job), 0
             if job.job.job.deadline_s is not None and not blocked:
-                block = self.layout.find(free, size)  # nobody who is guaranteed is moved for it
+                block = self.layout.find(free, size)  # no guaranteed job is moved for it
                 blocked = not block
             if block:
                 free &= ~block
@@ -112,7 +112,7 @@ class AntMan(GangPolicy):
         return Wanted([*guaranteed, *others])
 
     def _open(self, scene: Scene) -> int:
-        """Slots that no guaranteed job holds."""
+        """Return the slots (mask) that no guaranteed job holds."""
         here = {job.job_id for job in scene.jobs}
         free = self.usable(scene.now)
         for job in self.jobs.values():
@@ -121,10 +121,10 @@ class AntMan(GangPolicy):
         return free
 
     def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
-        """Guaranteed gangs first, as if nobody else were there; then the others around and, as guests, on them."""
+        """Place guaranteed gangs first, as if alone; then the others on idle slots or, as guests, on held ones."""
         claims = {claim.job_id: claim for claim in wanted.claims}
         first = [claim for claim in wanted.claims if claim.job_id in self._guaranteed]
-        for claim in first:  # a guest that is about to leave does not take its host's slots with it
+        for claim in first:  # a guest that is about to leave does not make its host's slots unavailable
             free |= self.jobs[claim.job_id].mask
         grants, reasons = self._grant(Wanted(first), Room(self.layout, free))
         seats = seat(self.layout, free, grants, {job_id: self.jobs[job_id].mask for job_id, _ in grants})
@@ -159,11 +159,11 @@ class AntMan(GangPolicy):
     def _shared_block(
         self, job: GangJob, sizes: Sequence[int], free: int, idle: int, held: dict[str, int], seats: dict[str, int]
     ) -> int:
-        """The block that leaves a guest most of its speed; where it is already, if it has enough there."""
+        """Return the block where a guest is fastest; its present block if it keeps enough of its speed there."""
         open_slots = free
         for job_id, mask in seats.items():
             if job_id not in held:
-                open_slots &= ~mask  # one guest a slot
+                open_slots &= ~mask  # one guest per slot
         open_slots |= idle
         if job.mask and not job.mask & ~open_slots and self._part(job, job.mask, held) >= LEAST_PART:
             return job.mask
@@ -181,7 +181,7 @@ class AntMan(GangPolicy):
         return min((self._leftover(host, guest.job.workload) for host in hosts), default=1.0)
 
     def _rate_guests(self, held: dict[str, int], seats: dict[str, int]) -> None:
-        """From now on each guest makes the part of its steps that its new hosts leave; what it made is settled."""
+        """Set each guest's fraction of its speed to what its new hosts leave; earlier steps are already settled."""
         for job in self.jobs.values():
             if isinstance(job, SharingJob) and self._may_be_guest(job):
                 mask = seats.get(job.job_id, 0)

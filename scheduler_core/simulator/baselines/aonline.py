@@ -1,22 +1,24 @@
-"""``aonline``: batches of newcomers, each with the window and constant gang of the best pay-off (AOnline, TCC 2022).
+"""``aonline``: admit new jobs in batches, each with the time window and gang of the best pay-off (AOnline, TCC 2022).
 
 The paper ("Online scheduling algorithm for heterogeneous distributed machine learning jobs", IEEE Transactions on Cloud
-Computing; first as MobiHoc 2020): jobs that have come are gathered into batches over iterations of growing length; for
-each batch a primal-dual algorithm chooses the jobs of greatest total weight that end within the iteration's horizon,
-and for each of them a time window and a number (and type) of workers that stays the same throughout. Prices rise
-exponentially with what is taken. It bounds the total weighted completion time and knows no deadlines.
+Computing; first as MobiHoc 2020): submitted jobs are collected into batches over iterations of growing length. For each
+batch a primal-dual algorithm chooses the jobs of greatest total weight that end within the iteration's horizon, and for
+each of them a time window and a constant number (and type) of workers. Prices rise exponentially with utilisation. It
+bounds the total weighted completion time and does not consider deadlines.
 
-Decided here: whether to admit, and one booking of constant size on fixed slots.
+This policy decides whether to admit a job, and makes one booking of constant size on fixed slots.
 
-Where it differs, and why:
+Differences from the paper, and reasons:
 
-- A job with a deadline has its weight (``Job.value``) as the utility of any end by then, and none after: the criterion
-  that all policies are compared by. A job without one loses its weight slowly with its end, so that it is taken early.
-- Iterations of doubling length over absolute time would let whoever comes in the second half of a month wait for weeks.
-  Ours begin again at ``iteration_s`` whenever nobody is left over, and double only while somebody is; an idle cluster
-  decides at once. Who is not chosen is weighed again at the next iteration, until its deadline is out of reach.
+- A job with a deadline has its weight (``Job.value``) as the utility of any end by the deadline, and 0 after it: the
+  criterion by which all policies are compared. Without a deadline the utility falls slowly with the end of the job, so
+  that it is taken early.
+- With iterations of doubling length over absolute time, a job submitted in the second half of a month would wait for
+  weeks. Here the length is reset to ``iteration_s`` when no job is left over, and doubles only while one is; an idle
+  cluster decides immediately. A job that is not chosen is considered again at the next iteration, until its deadline is
+  out of reach.
 - ``U`` and ``L`` of the prices are learned from the jobs so far (:mod:`prices`).
-- No parameter servers; the type of worker is that of the block that is found.
+- There are no parameter servers; the type of worker is that of the block that is found.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ LONGEST_S = 1920.0
 
 
 class AOnline(PricedPolicy):
-    """Iterations of batches, constant gangs. Deterministic."""
+    """AOnline: batches of jobs per iteration, gangs of constant size. Deterministic."""
 
     def __init__(
         self,
@@ -58,14 +60,14 @@ class AOnline(PricedPolicy):
         self._longest_s = longest_s
         self._length_s = iteration_s
         self._open_until_s = -INFINITY
-        """Newcomers are gathered until then."""
+        """New jobs are collected until this time."""
 
     def choices(self, work: Work, book: Bookings, over: list[Stretch]) -> Iterator[Course]:  # noqa: ARG002
-        """Windows of one size that begin now or when something that is booked ends."""
+        """Return bookings of constant size that begin now or when existing bookings change."""
         return constant_gangs(work, book, self.layout)
 
     def judge(self, newcomer: JobView) -> Admit | Reject | Wait:
-        """Wait for the end of the iteration; decided now if there is none, or if the job cannot wait so long."""
+        """Defer the job to the end of the iteration; decide now if none is open or the job cannot wait until then."""
         now = newcomer.now
         deadline = newcomer.job.job.deadline_s
         latest = INFINITY if deadline is None else deadline - newcomer.least_time_s
@@ -78,7 +80,7 @@ class AOnline(PricedPolicy):
         return verdict
 
     def wanted(self, scene: Scene) -> Wanted:
-        """What is booked; and the end of the iteration, if somebody waits for it."""
+        """Return what is booked, to be asked again at the end of the iteration if a job waits for it."""
         found = super().wanted(scene)
         again = self._open_until_s
         if again <= scene.now or all(job.phase is not Phase.WAITING for job in self.jobs.values()):
@@ -90,7 +92,7 @@ class AOnline(PricedPolicy):
         self._open_until_s = now + self._length_s
 
     def _retry(self, now: float) -> list[Decision]:
-        """At the end of an iteration the batch, best pay-off by value first; before it only those who cannot wait."""
+        """At the end of an iteration decide its batch, best pay-off per value first; before, only jobs out of time."""
         waiting = [job for job in self.jobs.values() if job.phase is Phase.WAITING]
         due = now >= self._open_until_s - TOLERANCE_S
         if not waiting or not due:

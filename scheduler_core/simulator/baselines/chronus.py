@@ -1,26 +1,26 @@
 """``chronus``: deadlines by leases of equal length, chosen by a mixed-integer program (Chronus, SoCC 2021).
 
-The paper: jobs with deadlines (SLO) and best-effort jobs share a cluster by leases: whoever holds one has its GPUs
-exclusively until the lease term ends, and nobody is preempted before that. Speeds are profiled, so the number of leases
-that a job needs is known; a mixed-integer linear program selects the SLO jobs that can all get enough leases before
-their deadlines, and who holds which; best-effort jobs get the leases left over. Sizes are what users ask for. Placement
-consolidates gangs and improves them by local search.
+The paper: jobs with deadlines (SLO jobs) and best-effort jobs share a cluster by leases. A job with a lease has its
+GPUs exclusively until the lease term ends and is not preempted before. Speeds are profiled, so the number of leases
+that a job needs is known. A mixed-integer linear program selects the SLO jobs that can all get enough leases before
+their deadlines and assigns the leases; best-effort jobs get the remaining ones. Sizes are those that users request.
+Placement consolidates gangs and improves them by local search.
 
-Decided here: whether a deadline is promised, and who holds a lease in each term.
+This policy decides whether a deadline is promised, and which jobs hold a lease in each term.
 
-Where it differs, and why:
+Differences from the paper, and reasons:
 
-- A newcomer is decided when it comes, and what was promised stays in the program as a constraint: that is what a
-  promise means for all policies here. ``chronus+size`` chooses a size at admission (the smallest that fits), since
-  users of the traces often asked for sizes that cannot make their own deadlines; it then stays.
-- The program counts leases between deadlines, not term by term, which makes it small; what it finds is then laid out
-  term by term, and kept: the promise rests on that schedule (:mod:`leases`). A greedy filling answers easy cases.
-- A start costs its pause in each lease of the plan. Renewing a lease costs nothing, so plans are kept with time to
-  spare. A job too tight for that is *pinned* if it can be: it starts at once and keeps its slots to its end.
-- Idle slots may be used within a term by whoever waits; the lease then lasts until the term ends. Where a promise
-  rests on such a start, the slots are set aside for it. At the moment when leases are given out, none is idle: whoever
-  is judged then needs leases from that term on.
-- A job's tail is a part of its last lease, so nobody holds slots beyond a lease.
+- A new job is decided when it is submitted, and promised jobs stay in the program as constraints: that is the meaning
+  of a promise for all policies here. ``chronus+size`` chooses a fixed size at admission (the smallest that fits), since
+  users of the traces often requested sizes that cannot meet their own deadlines.
+- The program counts leases between deadlines, not per term, which keeps it small. Its solution is then laid out term by
+  term and stored: the promise rests on that schedule (:mod:`leases`). Greedy filling solves the easy cases.
+- In a plan each lease includes the pause of a start. Renewing a lease costs nothing, so plans are kept with time to
+  spare. A job too tight for that is *pinned* if possible: it starts immediately and keeps its slots to its end.
+- Waiting jobs may use idle slots within a term; the lease then lasts until the term ends. If a promise depends on
+  such a start, the slots are reserved for it. At the moment when leases are assigned, no slot is idle: a job that is
+  judged then needs leases from that term on.
+- A job's tail is part of its last lease, so no job holds slots beyond a lease.
 - Placement is buddy allocation, as for all policies: blocks are always consolidated.
 """
 
@@ -51,12 +51,12 @@ from elasticflow_airflow.times import moment
 
 LEASE_S = 600.0
 _HORIZON = 8192
-"""No lease is planned more terms ahead."""
+"""Maximum number of terms planned ahead."""
 _SIZE, _PINNED, _ENDS = "lease_size", "pinned_until_s", "ends_s"
 
 
 class Chronus(GangPolicy):
-    """Leases. Deterministic, as long as the solver is not stopped by its limit of time."""
+    """Chronus: leases. Deterministic unless the solver hits its time limit."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class Chronus(GangPolicy):
         self._pins: dict[str, int] = {}
         """Blocks (masks) found for pinned jobs."""
         self._starts: dict[str, int] = {}
-        """Blocks (masks) found for promises that start within this term, until they have them."""
+        """Blocks (masks) reserved for promised jobs that start within this term, until they hold them."""
         self._schedule: Schedule = {}
-        """By job, the absolute numbers of the terms in which it holds a lease: the proof of the promises."""
+        """By job, the absolute numbers of the terms in which it holds a lease; proves the promises."""
         self._risks: list[Decision] = []
 
     # -- admission -------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Chronus(GangPolicy):
         return self.refuse(newcomer, "not enough leases are left before its deadline beside those promised")
 
     def _promise(self, job: GangJob, size: int, deadline: float, why: str, starts: int = 0) -> Admit:
-        """``starts``: the block that it is to have at once."""
+        """Record the promise; ``starts`` is the block it is to get immediately."""
         job.memory[_SIZE] = float(size)
         job.memory.pop(_PINNED, None)
         self._pins.pop(job.job_id, None)
@@ -127,12 +127,12 @@ class Chronus(GangPolicy):
             self._starts[job.job_id] = starts
         return Admit(job.job_id, Terms.DEADLINE, deadline, None, why)
 
-    def keeps(self, job: GangJob) -> bool:  # noqa: ARG002  (whoever it is)
-        """Nobody: who is in its tail when its lease ends has another, or makes way."""
+    def keeps(self, job: GangJob) -> bool:  # noqa: ARG002  (same for every job)
+        """Return False: a job in its tail when its lease ends needs another lease or releases its slots."""
         return False
 
     def twin(self) -> Self:
-        """An independent copy."""
+        """Return an independent copy."""
         other = super().twin()
         other._pins, other._starts, other._risks = dict(self._pins), dict(self._starts), list(self._risks)
         return other
@@ -140,7 +140,7 @@ class Chronus(GangPolicy):
     # -- leases ----------------------------------------------------------------------------------------------------
 
     def wanted(self, scene: Scene) -> Wanted:
-        """At the end of a term whom the program chooses; else whoever holds a lease, and who fits into what is idle."""
+        """At the end of a term return the jobs the program chooses; else lease holders and jobs that fit idle slots."""
         now, jobs = scene.now, scene.jobs
         begins = now >= self._term_end_s - TOLERANCE_S
         if begins:
@@ -159,7 +159,7 @@ class Chronus(GangPolicy):
         return Wanted(claims, self._term_end_s if waiting else None)
 
     def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
-        """Pinned jobs where they are, the others around them."""
+        """Keep pinned jobs where they are and place the others around them."""
         pinned: dict[str, int] = {}
         for claim in wanted.claims:
             job = self.jobs[claim.job_id]
@@ -174,7 +174,7 @@ class Chronus(GangPolicy):
         return {**pinned, **seat(self.layout, free, grants, held)}, {**dict.fromkeys(pinned, "pinned"), **reasons}
 
     def _choose(self, running: Sequence[JobView], waiting: Sequence[JobView], now: float) -> list[JobView]:
-        """Everybody in the order in which the leases of a new term are given."""
+        """Return all jobs in the order in which the leases of a new term are assigned."""
         jobs = [*running, *waiting]
         promised = [job for job in jobs if job.job.promised]
         demands = self._demands(promised, now, now)
@@ -198,7 +198,7 @@ class Chronus(GangPolicy):
         return sorted(jobs, key=rank)
 
     def _demands(self, jobs: Iterable[JobView], begin: float, now: float) -> list[Demand]:
-        """What promised jobs need; who cannot make it any more is announced, and vetoes nobody."""
+        """Return the demands of promised jobs; those that can no longer be met are announced at risk and left out."""
         found = []
         for job in jobs:
             demand = self._demand(job, begin, now)
@@ -216,12 +216,12 @@ class Chronus(GangPolicy):
             self._risks.append(AtRisk(job.job_id, deadline, end, "not enough leases are left before its deadline"))
 
     def _keep(self, schedule: Schedule, begin: float) -> None:
-        """Store a schedule by absolute number of term."""
+        """Store a schedule by absolute term number."""
         base = round(begin / self._lease_s)
         self._schedule = {job_id: tuple(base + term for term in terms) for job_id, terms in schedule.items()}
 
     def _shifted(self, begin: float) -> Schedule:
-        """The stored schedule as seen from ``begin``."""
+        """Return the stored schedule with terms counted from ``begin``."""
         base = round(begin / self._lease_s)
         return {
             job_id: tuple(term - base for term in terms if term >= base) for job_id, terms in self._schedule.items()
@@ -245,7 +245,7 @@ class Chronus(GangPolicy):
         return bool(self.jobs[job_id].mask)
 
     def _fitting(self, waiting: Sequence[JobView], now: float) -> list[JobView]:
-        """Those who fit into idle slots as they are: nobody is moved within a term."""
+        """Return the waiting jobs that fit into idle slots without moving a gang: none is moved within a term."""
         found = [job for job in waiting if job.job_id in self._starts or job.job_id in self._pins]
         free = self._free(now)
         for job in waiting:
@@ -258,7 +258,7 @@ class Chronus(GangPolicy):
     # -- arithmetic ------------------------------------------------------------------------------------------------
 
     def _free(self, now: float) -> int:
-        """Idle slots that are not set aside for anybody."""
+        """Return the idle slots (mask) that are not reserved for a job."""
         taken = 0
         for job in self.jobs.values():
             taken |= job.mask or self._starts.get(job.job_id, 0) | self._pins.get(job.job_id, 0)
@@ -268,7 +268,7 @@ class Chronus(GangPolicy):
         return (math.floor((now + TOLERANCE_S) / self._lease_s) + 1.0) * self._lease_s
 
     def _begin(self, now: float) -> float:
-        """When the first term begins whose leases are still to be given out; that may be now."""
+        """Return when the first term begins whose leases are not assigned yet; that may be now."""
         begin = round(now / self._lease_s) * self._lease_s
         due = abs(begin - now) <= TOLERANCE_S and now >= self._term_end_s - TOLERANCE_S
         return now if due else self._next_boundary(now)
@@ -278,21 +278,21 @@ class Chronus(GangPolicy):
         return [view for view in (self.view(job, now) for job in live) if view.speeds]
 
     def _asked(self, job: JobView) -> int:
-        """The size that was asked for, at most the knee; while no block holds it, the least that it could use."""
+        """Return the requested size, at most the knee; while no block holds it, the smallest usable size."""
         least = job.rising[0] if job.rising else job.job.job.min_workers
         return max((size for size in job.rising if size <= job.requested), default=least)
 
     def _by_need(self, job: JobView) -> tuple[float, float, int]:
-        """Promises by their deadline, then best effort, shortest first."""
+        """Sort key: promised jobs by deadline, then best-effort jobs, shortest first."""
         return *_by_deadline(job)[:1], 0.0 if job.job.promised else job.run_s(self._size(job)), job.job.number
 
     def _size(self, job: JobView) -> int:
         return int(job.job.memory.get(_SIZE, 0.0)) or self._asked(job)
 
     def _demand(self, job: JobView, begin: float, now: float, *, size: int = 0, runs: bool = False) -> Demand | None:
-        """Leases that a job needs from ``begin`` on, among how many terms; None: it has ended by then, or is pinned.
+        """Return the leases that a job needs from ``begin`` on; None if it has ended by then or is pinned.
 
-        ``size`` and ``runs``, for a newcomer: with how many slots, and whether it starts now.
+        ``size`` and ``runs``, for a new job: its number of slots, and whether it starts now.
         """
         deadline = job.job.job.deadline_s
         if deadline is None or (not size and _PINNED in job.job.memory):
@@ -309,7 +309,7 @@ class Chronus(GangPolicy):
         by_lease = speed * (self._lease_s - cost)
         tail = speed * job.tail_s
         if by_lease <= tail or left == math.inf:
-            return Demand(job.job_id, size, 1, 0)  # a lease is over before it has started, or nobody knows its length
+            return Demand(job.job_id, size, 1, 0)  # a lease ends before the job has started, or its length is unknown
         leases = max(1, math.ceil(left / by_lease - 1e-9))
         in_last = left - (leases - 1) * by_lease + tail
         if in_last > by_lease * (1.0 + 1e-9):  # the tail needs a lease of its own
@@ -321,7 +321,7 @@ class Chronus(GangPolicy):
         return Demand(job.job_id, size, leases, min(terms, _HORIZON))
 
     def _ends_s(self, job: JobView, size: int) -> float:
-        """When it would leave with these slots, tail included. In its tail: as was said before that began."""
+        """Return when it would leave with these slots, tail included; during its tail, the time computed before."""
         cost, run, memory = job.cost_s(size), job.run_s(size), job.job.memory
         if size == job.size and cost + run <= TOLERANCE_S and _ENDS in memory:
             return memory[_ENDS]
@@ -338,7 +338,7 @@ class Chronus(GangPolicy):
         now: float,
         pin: tuple[int, float] | None = None,
     ) -> Rows:
-        """What the terms from ``begin`` on offer beside pinned gangs. ``pin``: one more of them, and until when."""
+        """Return the capacity of the terms from ``begin`` on beside pinned gangs; ``pin``: one more, and its end."""
         pins = [
             (job.job.mask or self._pins.get(job.job_id, 0), job.job.memory[_PINNED])
             for job in jobs

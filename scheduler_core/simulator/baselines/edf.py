@@ -1,23 +1,23 @@
-"""Earliest deadline first, and with it one of ElasticFlow's two modules each: the ablations of its section 6.4.
+"""Earliest deadline first (EDF), alone and with one of ElasticFlow's two modules: the ablations of its section 6.4.
 
 ElasticFlow (ASPLOS 2023) compares itself with EDF (jobs in order of their deadlines, each on as many GPUs as it scales
-to) and takes itself apart into *EDF + admission control* and *EDF + elastic scaling*.
+to) and with two ablations, *EDF + admission control* and *EDF + elastic scaling*.
 
-``edf`` gives the next deadline the size at which it ends soonest, the pause of a change counted, out of what is left.
-No job is refused and one that is late already keeps its place, as in the paper; best effort comes last. The paper's
-artifact lets a job grow past the peak of its curve, where more GPUs make it slower; ours stops at the knee, and
-``edf-plain`` is the artifact's way, for comparison.
+``edf`` takes jobs by deadline and gives each, out of the remaining slots, the size at which it ends soonest, counting
+the pause of a change. No job is rejected and a late job keeps its place, as in the paper; best-effort jobs come last.
+The paper's artifact lets a job grow past the peak of its curve, where more GPUs make it slower. Ours stops at the knee;
+``edf-plain`` does as the artifact, for comparison.
 
-``edf+admission`` (:class:`AdmittingEdf`) promises. The paper puts its admission control, which reasons about minimum
-shares, in front of EDF, which hands out as much as helps: what the one admits the other may still make late. Ours asks
-the question of the policy that will run: a newcomer is admitted if EDF itself, rolled forward without further arrivals,
-ends it and everyone admitted before in time, with the margins for speeds and delays that our own promises have, too.
-That holds while nothing else moves those who are promised. So they are sized anew only at what concerns them, as in
-that trial; whoever waits, and best effort, takes what they leave and moves none of them.
+``edf+admission`` (:class:`AdmittingEdf`) promises deadlines. The paper puts its admission control, which reasons about
+minimum shares, in front of EDF, which hands out as many slots as help: EDF may make a job late that admission control
+admitted. Here the admission test uses the policy that will run: a new job is admitted if EDF itself, rolled forward
+without further arrivals, ends it and all jobs admitted before in time, with the same margins for speeds and delays as
+our own promises. That holds only if nothing else moves promised jobs. So they are resized only at events that concern
+them, as in the trial run; waiting and best-effort jobs take the remaining slots and never move a promised job.
 
-``edf+elastic`` (:class:`ElasticEdf`) refuses nobody: jobs in order of their deadlines get their minimum satisfactory
-share (Algorithm 1; pauses are part of it), and what is left goes by marginal return (Algorithm 2), to those who cannot
-make their deadline as well.
+``edf+elastic`` (:class:`ElasticEdf`) rejects no job: jobs in order of their deadlines get their minimum satisfactory
+share (Algorithm 1, with pauses included). The remaining slots are assigned by marginal return (Algorithm 2), also to
+jobs that cannot meet their deadline.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating impor
 from elasticflow_airflow.times import duration
 
 _LAST_STEP = "last_step_s"
-"""In a job's memory: when it makes, or made, its last step. Once that is past, the books know of its tail only now."""
+"""Memory key: when a job makes, or made, its last step; in its tail, its projected finish is always the present."""
 _SOONER_S = 1e-3
-"""An end that is not earlier by this much is not worth a change."""
+"""A change is not worth it unless the job ends earlier by at least this much."""
 
 
 def by_deadline(job: JobView) -> tuple[float, int]:
-    """Order of EDF: deadline, then arrival; jobs without one at the end."""
+    """Sort key of EDF: deadline, then arrival; jobs without a deadline come last."""
     deadline = job.job.job.deadline_s
     return (INFINITY if deadline is None else deadline), job.job.number
 
 
 class Edf(GangPolicy):
-    """Earliest deadline first on as many slots as help."""
+    """Earliest deadline first, each job on as many slots as help it."""
 
     def __init__(
         self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = (), *, plain: bool = False
@@ -61,12 +61,12 @@ class Edf(GangPolicy):
         self._plain = plain
 
     def wanted(self, scene: Scene) -> Wanted:
-        """Everyone in order of deadline, at the size that ends it soonest."""
+        """Return all jobs in order of deadline, each at the size at which it ends soonest."""
         ordered = sorted(scene.jobs, key=self.rank)
         return Wanted([Claim(job.job_id, self._sizes(job), "its deadline is next") for job in ordered])
 
     def rank(self, job: JobView) -> tuple[float, int]:
-        """Who comes first."""
+        """Return the sort key of a job; the smallest is served first."""
         return by_deadline(job)
 
     def _sizes(self, job: JobView) -> tuple[int, ...]:
@@ -79,22 +79,22 @@ class Edf(GangPolicy):
 
 
 class AdmittingEdf(Edf):
-    """EDF that admits only what EDF will finish in time, beside everyone admitted before."""
+    """EDF that admits only jobs which EDF will finish in time together with all jobs admitted before."""
 
     promises = True
 
     def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
         super().__init__(config, nodes)
         self._anew = True
-        """Whether something has happened that those who are promised are sized anew for."""
+        """Whether an event has happened for which promised jobs must be resized."""
         self._usable: frozenset[Slot] = frozenset()
-        """Slots that might be held when they were."""
+        """The slots that were usable when promised jobs were last resized."""
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
-        """Take in one event and say what follows from it."""
+        """Handle one event and return the decisions that follow."""
         match event:
             case ev.JobSubmitted() | ev.WakeUp():
-                pass  # whoever is admitted says so
+                pass  # an admission sets the flag itself
             case ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining() | ev.SlotSlow():
                 self._anew = True
             case _:
@@ -103,7 +103,7 @@ class AdmittingEdf(Edf):
         return super().handle(event, now)
 
     def wanted(self, scene: Scene) -> Wanted:
-        """As EDF has it; between what concerns them, those who are promised stay as they are."""
+        """Return the claims of EDF; promised jobs keep their size unless an event concerned them."""
         usable = self._usable_slots(scene.now)
         if self._anew or usable != self._usable:
             self._anew, self._usable = False, usable
@@ -113,7 +113,7 @@ class AdmittingEdf(Edf):
         return Wanted([*stay, *super().wanted(rest).claims])
 
     def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
-        """The promised where they would be alone, the others around them."""
+        """Place promised jobs as if they were alone, then the others around them."""
         promised = [claim for claim in wanted.claims if self.jobs[claim.job_id].promised]
         seats, reasons = super().seats(Wanted(promised), free)
         for mask in seats.values():
@@ -123,15 +123,15 @@ class AdmittingEdf(Edf):
         return {**seats, **more}, {**reasons, **why}
 
     def keeps(self, job: GangJob) -> bool:
-        """Only promised jobs: nobody else stands in their way."""
+        """Return True only for promised jobs: no other job may stand in their way."""
         return job.promised
 
     def rank(self, job: JobView) -> tuple[float, int]:
-        """By deadline; those without a promise come after all promises, whatever they wish for."""
+        """Return the deadline order; jobs without a promise come after all promised ones, whatever their deadline."""
         return by_deadline(job) if job.job.promised else (INFINITY, job.job.number)
 
     def judge(self, newcomer: JobView) -> Admit | Reject | Wait:
-        """Roll a copy of everything forward, the newcomer in it."""
+        """Decide on a new job by rolling forward a copy of the policy that includes it."""
         job = newcomer.job
         deadline = job.job.deadline_s
         if deadline is None:
@@ -143,7 +143,7 @@ class AdmittingEdf(Edf):
         trial = twin.jobs.setdefault(job.job_id, copy.copy(job))
         trial.phase, trial.best_effort = Phase.ADMITTED, False
         for other in [other for other in twin.jobs.values() if other.phase is not Phase.ADMITTED or other.best_effort]:
-            del twin.jobs[other.job_id]  # stands in nobody's way, and is admitted only if that keeps every promise
+            del twin.jobs[other.job_id]  # cannot delay promised jobs, and is admitted only if every promise is kept
         twin._anew = True
         late = twin.first_late(newcomer.now)
         if late is None:
@@ -155,9 +155,9 @@ class AdmittingEdf(Edf):
         return self.refuse(newcomer, f"earliest deadline first would end {who} {duration(by_s)} late")
 
     def first_late(self, now: float) -> tuple[str, float] | None:
-        """Roll forward without further arrivals; the first promise that would be broken, and by how much.
+        """Roll forward without further arrivals; return the first promise that would be broken, and by how much.
 
-        Uses this object up: roll a :meth:`twin`.
+        Consumes this object: call it on a :meth:`twin`.
         """
         decided = self._replan(now, "a trial")
         while any(job.promised for job in self.jobs.values()):
@@ -197,7 +197,7 @@ class AdmittingEdf(Edf):
                 job.memory[_LAST_STEP] = finish
 
     def _last_step_s(self, job: GangJob) -> float | None:
-        """When a job makes its last step, or made it; None when that is not known."""
+        """Return when a job makes, or made, its last step; None if unknown."""
         finish, noted = self.projected_finish_s(job.job_id), job.memory.get(_LAST_STEP)
         if finish is None or noted is None or noted >= finish:
             return finish
@@ -208,7 +208,7 @@ class AdmittingEdf(Edf):
         return frozenset(slot for number, slot in enumerate(self.layout.slots) if usable >> number & 1)
 
     def _hopeless(self, ends: dict[str, float]) -> tuple[str, float] | None:
-        """Someone whose end is beyond its deadline, and who already runs as fast as it can or would have ended next."""
+        """Return a promised job that will be late and runs at its fastest size or would end next, and its delay."""
         for job_id, end in ends.items():
             job = self.jobs[job_id]
             deadline = job.job.deadline_s
@@ -221,10 +221,10 @@ class AdmittingEdf(Edf):
 
 
 class ElasticEdf(GangPolicy):
-    """Minimum satisfactory shares in order of deadlines, the rest by marginal return; no admission control."""
+    """Minimum satisfactory shares in order of deadline, the rest by marginal return; no admission control."""
 
     def wanted(self, scene: Scene) -> Wanted:
-        """Shares first, then whatever else helps."""
+        """Return minimum shares first, then growth by marginal return."""
         free = FreeCapacity(self.layout, scene.now)
         sizes: dict[str, int] = {}
         times: list[float] = []
@@ -250,7 +250,7 @@ class ElasticEdf(GangPolicy):
         return replace(work, sizes=job.rising, speeds=speeds, limit_s=INFINITY if deadline is None else deadline)
 
     def _grow(self, scene: Scene, sizes: dict[str, int]) -> None:
-        """Algorithm 2: the next step up goes to whoever saves most slot-seconds with each extra slot."""
+        """Algorithm 2: the next step up goes to the job that saves the most slot-seconds per extra slot."""
         jobs = {job.job_id: job for job in scene.jobs}
         options = [option for job_id in sizes if (option := self._option(jobs[job_id], sizes[job_id], scene.room))]
         heapify(options)
@@ -265,7 +265,7 @@ class ElasticEdf(GangPolicy):
                 heappush(options, again)
 
     def _option(self, job: JobView, size: int, room: Room) -> tuple[float, float, str, int] | None:
-        """The best larger size that fits: (minus the slot-seconds saved per extra slot, deadline, job, size)."""
+        """Return the best larger size that fits: (minus the slot-seconds saved per extra slot, deadline, job, size)."""
         larger = [s for s in job.rising if s > size]
         candidates = {*larger[:1], *(s for s in larger if s == job.size)}
         best: tuple[float, float, str, int] | None = None

@@ -1,9 +1,10 @@
-"""``gang-fifo``: what Airflow users have today. Each job gets the workers that it asks for, in order of arrival.
+"""``gang-fifo``: what Airflow users have today. Each job gets the workers it requests, in order of arrival.
 
-The head of the line blocks: while its gang does not fit, nobody behind it starts. What runs is never stopped or
-resized; it is moved only where the free slots suffice for the head of the line but lie apart. Deadlines, curves and
-elasticity play no part. A size that was never measured runs as the nearest smaller one that was. ``gang-fifo+knee`` is
-the same with gangs capped at the knee of their curve, so that nobody holds slots that make it slower.
+The head of the queue blocks: while its gang does not fit, no job behind it starts. Running jobs are never stopped or
+resized; they are moved only if the free slots suffice for the head of the queue but are fragmented. Deadlines, curves
+and elasticity are ignored. A job whose requested size was never measured runs at the nearest smaller measured size.
+``gang-fifo+knee`` is the same with gangs capped at the knee of their curve, so that no job holds slots that make it
+slower.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class GangFifo(GangPolicy):
         self._at_knee = at_knee
 
     def wanted(self, scene: Scene) -> Wanted:
-        """Whoever runs goes on; then the line, as far as it fits."""
+        """Return the running jobs, then the queue as far as it fits."""
         claims = []
         for job in sorted(scene.jobs, key=lambda job: job.size == 0):
             size = self._size(job)
@@ -34,7 +35,7 @@ class GangFifo(GangPolicy):
                 scene.room.take(size)
                 claims.append(Claim(job.job_id, (size,), "first in line"))
             elif not job.size:
-                break  # the head of the line
+                break  # the head of the queue blocks the rest
         return Wanted(claims)
 
     def _size(self, job: JobView) -> int:

@@ -1,24 +1,24 @@
 """``gandiva``: time slicing with rotation, packing, and grow-shrink (Gandiva, OSDI 2018).
 
-What the paper does: nobody queues for long. Jobs get the GPUs that they ask for; when not all fit, they take turns by
-suspend and resume (section 3.1, time slices of about a minute); jobs that can use more grow into GPUs that would idle,
-within their server, and shrink back when somebody comes (section 3.1, *grow-shrink*); migration defragments; packing
-puts two jobs on one GPU (section 3.1). Deadlines play no part; the scheduler reacts and never plans ahead (section 4).
+The paper: no job queues for long. Jobs get the GPUs they request. If not all fit, they take turns by suspend and resume
+(section 3.1, time slices of about a minute). Jobs that can use more GPUs grow into idle ones within their server, and
+shrink back when another job arrives (section 3.1, *grow-shrink*). Migration defragments; packing puts two jobs on one
+GPU (section 3.1). Deadlines are ignored; the scheduler reacts and never plans ahead (section 4).
 
-What it decides here: who has a turn now, who shares a slot, and who grows. Turns go round: at the end of a slice
-whoever has waited longest since its last turn comes first, as a gang; who still fits besides goes on without a break.
-Growth is what is left when nobody waits, one doubling a job and round, only where the job then ends sooner, the pause
-counted, and never beyond the knee or one node.
+This policy decides which jobs have a turn now, which share a slot, and which grow. At the end of a slice the gang that
+has waited longest since its last turn comes first; running jobs that still fit continue without a break. Jobs grow only
+when none waits: one doubling per job and round, only if the job then ends sooner with the pause counted, and never
+beyond the knee or one node.
 
-Where ours differs: slices are longer than a minute where a start costs more than 3 s (20 starts a slice), since our
-suspend and resume is stop and restart, and a minute would be half overhead. Who began in the second half of a slice
-keeps its turn through the next one, after the longest waiting. The paper packs on trial and takes back what did not
-help; here a table of pairs says beforehand what both keep (``packed``, see
-``inputs/colocation.py``), and jobs of one slot that would wait for their turn
-share one where both together do more than one alone, with whom they do most. Only simulations have such a table, for
-K80, P100 and V100, not for the A100 and T4 of the public traces with deadlines; in the service a slot has one worker.
-Without a table nobody is packed. The paper's artifact of ElasticFlow, which compares itself with Gandiva, does not
-rotate: whoever came first kept its turn for ever.
+Differences from the paper, and reasons: slices are longer than a minute if a start costs more than 3 s (20 starts per
+slice), since suspend and resume is stop and restart here, and a minute would be half overhead. A job that started in
+the second half of a slice keeps its turn through the next one, after the longest waiting job. The paper packs by trial
+and undoes what did not help; here a table of pairs gives the speed that both keep (``packed``, see
+``inputs/colocation.py``). One-slot jobs that would have to wait share a slot if both together make more progress than
+one alone, with the best partner. Only simulations have such a table, for K80, P100 and V100, not for the A100 and T4 of
+the public traces with deadlines; in the service a slot has one worker. Without a table no jobs are packed. The
+ElasticFlow artifact, which includes Gandiva for comparison, does not rotate: the job that came first kept its turn
+forever.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import J
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room
 
 Packed = Callable[[str, str], float]
-"""Of a job's workload and another one's: the part of its speed that the first keeps on a slot with the second."""
+"""From two workloads: the fraction of its speed that the first keeps on a slot shared with the second."""
 
 _HAD_UNTIL, _SLICE_ENDS = "had_a_turn_until_s", "slice_ends_s"
 
@@ -44,7 +44,8 @@ _HAD_UNTIL, _SLICE_ENDS = "had_a_turn_until_s", "slice_ends_s"
 class Gandiva(GangPolicy):
     """Time slicing, packing and grow-shrink.
 
-    ``slice_s``: least length of a turn; ``slice_starts``: and in start-ups. ``packed`` None: nobody shares a slot.
+    ``slice_s``: minimum length of a turn; ``slice_starts``: the same as a number of start-up times. ``packed`` None: no
+    slot is shared.
     """
 
     job_type = SharingJob
@@ -63,12 +64,12 @@ class Gandiva(GangPolicy):
         self._slice_starts = slice_starts
         self._packed = packed
         self._pairs: dict[str, str] = {}
-        """Who shares the slot of whom, of those that get their slots now."""
+        """Guest to host, for the jobs placed now that share a slot."""
         self._beside: set[str] = set()
-        """Of two on a slot, the one that came to it while the other held it."""
+        """Of two jobs on a slot, the one that joined while the other held it."""
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
-        """Take in one event; whoever comes to a slot that another one keeps is told that it runs beside it."""
+        """Handle one event; mark a gang that joins a slot kept by another job as running beside it."""
         decided = super().handle(event, now)
         if self._packed is None:
             return decided
@@ -77,7 +78,7 @@ class Gandiva(GangPolicy):
         out: list[Decision] = []
         for decision in decided:
             if isinstance(decision, Resize):
-                moved.discard(decision.job_id)  # who is still in it comes later, and after this one
+                moved.discard(decision.job_id)  # jobs still in ``moved`` are placed later than this one
                 mask = self.jobs[decision.job_id].mask
                 others = [o for o in self.jobs.values() if o.mask & mask and o.job_id != decision.job_id]
                 if any(other.job_id not in self._beside and other.job_id not in moved for other in others):
@@ -88,13 +89,13 @@ class Gandiva(GangPolicy):
         return out
 
     def wanted(self, scene: Scene) -> Wanted:
-        """Whose turn it is, at the size asked for; then growth if nobody waits."""
+        """Return the jobs whose turn it is, at their requested size; let them grow if none waits."""
         now, room = scene.now, scene.room
         for job in scene.jobs:
             if job.size:
                 job.job.memory[_HAD_UNTIL] = now
         self._pairs, leaving = {}, self._leaving(scene)
-        jobs = [job for job in scene.jobs if not job.job.mask & leaving]  # who shares a slot with one of them stays
+        jobs = [job for job in scene.jobs if not job.job.mask & leaving]  # a leaving job's partner stays
         guests = _guests(jobs)
         running = sorted((job for job in jobs if job.size), key=lambda job: job.job_id in guests)
         waiting = sorted((job for job in jobs if not job.size), key=_waited_since)
@@ -117,7 +118,7 @@ class Gandiva(GangPolicy):
             if room.fits(size):
                 room.take(size)
                 sizes[job.job_id] = size
-        for job in scene.jobs:  # remembered by the jobs, to be found again after a restart
+        for job in scene.jobs:  # stored with the jobs, so that it survives a restart
             job.job.memory[_SLICE_ENDS] = slice_ends
         if len(sizes) == len(jobs):
             self._grow(jobs, sizes, room)
@@ -128,7 +129,7 @@ class Gandiva(GangPolicy):
         return Wanted(claims, slice_ends if left_out else None)
 
     def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
-        """Slots of those who have one for themselves or came first, then of those who share it."""
+        """Place jobs with slots of their own and hosts first, then the guests that share those slots."""
         seats, reasons = super().seats(wanted, free)
         if self._packed is None:
             return seats, reasons
@@ -139,11 +140,11 @@ class Gandiva(GangPolicy):
         return seats, reasons
 
     def slice_of(self, job: JobView) -> float:
-        """How long a turn of this job should be, so that its start does not eat it."""
+        """Return how many seconds a turn of this job should last, so that its start does not use it up."""
         return max(self._slice_s, self._slice_starts * job.startup_s)
 
     def _leaving(self, scene: Scene) -> int:
-        """Slots of those whose last step is made, and who are about to be gone."""
+        """Return the slots (mask) of jobs whose last step is made and which are about to leave."""
         here = {job.job_id for job in scene.jobs}
         leaving = 0
         for job in self.jobs.values():
@@ -154,7 +155,7 @@ class Gandiva(GangPolicy):
     def _pack(
         self, packed: Packed, waiting: Sequence[JobView], jobs: Sequence[JobView], sizes: dict[str, int]
     ) -> dict[str, str]:
-        """With whom those who would wait share a slot: where they are already, or with whom both do most together."""
+        """Map waiting jobs to hosts to share a slot with: the present one, or that with the best joint progress."""
         open_hosts = {job.job_id: job for job in jobs if sizes.get(job.job_id) == 1}
         pairs: dict[str, str] = {}
         for guest in waiting:
@@ -174,9 +175,9 @@ class Gandiva(GangPolicy):
         return pairs
 
     def _rate(self, packed: Packed, seats: dict[str, int], free: int) -> None:
-        """From now on each job makes the part of its steps that it keeps on its slot; what it made is settled.
+        """Set each job's fraction of its speed to what it keeps on its slot; earlier steps are already settled.
 
-        Who has no seat leaves the ``free`` slots, on which everybody else was seated.
+        A job without a seat leaves the ``free`` slots, on which all other jobs were placed.
         """
         by_mask: dict[int, list[SharingJob]] = {}
         for job in self.jobs.values():
@@ -191,7 +192,7 @@ class Gandiva(GangPolicy):
                     job.changed()
 
     def _grow(self, jobs: Iterable[JobView], sizes: dict[str, int], room: Room) -> None:
-        """First let everyone keep what it has grown to; then double, smallest first, while that ends a job sooner."""
+        """Let each job keep the size it has grown to, then double sizes, smallest first, while a job ends sooner."""
         by_size = sorted(jobs, key=lambda job: (job.requested, job.job.number))
         most = max((node.slots for node in self.nodes()), default=1)
         for job in by_size:
@@ -216,7 +217,7 @@ class Gandiva(GangPolicy):
 
 
 def _guests(jobs: Iterable[JobView]) -> set[str]:
-    """Of jobs that share a slot, all but the first."""
+    """Return the jobs that share a slot with an earlier one."""
     seen, found = 0, set()
     for job in jobs:
         if job.job.mask & seen:

@@ -1,27 +1,26 @@
-"""``gavel``: max-min fair shares of several types of GPU, realised in rounds (Gavel, OSDI 2020).
+"""``gavel``: max-min fair shares of several GPU types, realised in rounds (Gavel, OSDI 2020).
 
-The paper: a policy is an optimisation over the fractions of time ``X`` that each job spends on each type of GPU.
-Max-min fairness (section 4.1, heterogeneity-aware LAS) maximises the least throughput of a job, relative to what it
-would have with an equal share of every type, weighted, and times its number of GPUs; a job so goes where it gains most
-from. Rounds of six minutes realise ``X``: in each, jobs and types are taken in order of ``X`` divided by the rounds
-received so far (section 5). Sizes are what users ask for. It knows no deadlines.
+The paper: a policy is an optimisation over the fractions of time ``X`` that each job spends on each GPU type. Max-min
+fairness (section 4.1, heterogeneity-aware LAS) maximises the smallest throughput of a job, relative to its throughput
+with an equal share of every type, weighted and multiplied by its number of GPUs; so a job runs where it gains most.
+Rounds of six minutes realise ``X``: in each, jobs and types are taken in order of ``X`` divided by the rounds received
+so far (section 5). Sizes are those that users request. It does not consider deadlines.
 
-Decided here: which type each job's gang stands on, and in which rounds.
+This policy decides which type each job's gang runs on, and in which rounds.
 
-Where it differs, and why:
+Differences from the paper, and reasons:
 
-- With one type the program has a closed form (equal slot-time for everybody, and what someone cannot use goes to the
-  others), so no solver is needed; with several, a linear program (HiGHS through scipy, an optional dependency).
-- The program is repeated for those who could still get more when others cannot (water filling, which the paper names as
-  the refinement of max-min), so that no share lies idle.
-- A gang never stands on two types, and a move from one to another costs its pause.
-- Gangs are capped at the knee of their curve by default; ``gavel+plain`` holds what was asked for.
-- Idle slots may be used within a round by whoever waits.
-- No space sharing (section 3.1): in the paper pairs of jobs that share a GPU are further columns of the program, in
-  which a job's time over all its columns may not pass 1, and rounds place pairs as they place jobs. It is not built. It
-  could be simulated, since the simulator seats two jobs on a slot and pairs were measured (see ``gandiva`` and
-  ``antman``), but on K80, P100 and V100 only: no trace with deadlines has its curves there. In the service a slot has
-  one worker.
+- With one type the program has a closed form (equal slot-time for every job; what a job cannot use goes to the others),
+  so no solver is needed. With several types it is a linear program (HiGHS through scipy, an optional dependency).
+- The program is repeated for jobs that could still get more when others cannot (water filling, which the paper names as
+  the refinement of max-min), so that no share is left unused.
+- A gang never spans two types, and a move from one type to another costs its pause.
+- Gangs are capped at the knee of their curve by default; ``gavel+plain`` uses the requested size.
+- Waiting jobs may use idle slots within a round.
+- Space sharing (section 3.1) is not implemented. In the paper, pairs of jobs that share a GPU are further columns of
+  the program, a job's time over all its columns is at most 1, and rounds place pairs like jobs. It could be simulated,
+  since the simulator can place two jobs on a slot and pairs were measured (see ``gandiva`` and ``antman``), but only on
+  K80, P100 and V100, for which no trace with deadlines has curves. In the service a slot has one worker.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import G
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room, seat
 
 ROUND_S = 360.0
-"""The paper's length of a round (section 5)."""
+"""Length of a round in the paper (section 5)."""
 _FILLINGS = 8
-"""How many levels of shares are told apart when the program is repeated for those who can get more."""
+"""Maximum number of times the program is solved, each time for the jobs that can still get more."""
 _HAD, _COUNTED = "had ", "counted_s"
 
 
 @dataclass(frozen=True, slots=True)
 class GavelJob:
-    """A job as the program sees it: its gang, and its steps/s with it on each type that it can use."""
+    """A job as the program sees it: its gang size, and its steps/s at that size on each usable type."""
 
     job_id: str
     size: int
@@ -56,7 +55,7 @@ class GavelJob:
 
 
 class Gavel(GangPolicy):
-    """Max-min fairness over types of GPU. Deterministic."""
+    """Gavel: max-min fairness over GPU types. Deterministic."""
 
     def __init__(
         self,
@@ -75,12 +74,12 @@ class Gavel(GangPolicy):
         self._solved: tuple[tuple[GavelJob, ...], tuple[tuple[str, int], ...]] | None = None
         self._shares: dict[tuple[str, str], float] = {}
         self._chosen: dict[str, str] = {}
-        """The type on which each job stands or is to stand."""
+        """The GPU type on which each job runs or will run."""
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def wanted(self, scene: Scene) -> Wanted:
-        """At the end of a round jobs and types in order of priority; else what is held, and starts on idle slots."""
+        """At the end of a round, choose jobs and types by priority; else keep running gangs and fill idle slots."""
         jobs, now = scene.jobs, scene.now
         if not jobs:
             return Wanted([])
@@ -129,7 +128,7 @@ class Gavel(GangPolicy):
         return Wanted(claims, due if len(chosen) < len(jobs) or len(rooms) > 1 else None)
 
     def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
-        """Each gang within its type."""
+        """Place each gang within its GPU type."""
         seats: dict[str, int] = {}
         reasons: dict[str, str] = {}
         for name, members in self.layout.of_type.items():
@@ -149,7 +148,7 @@ class Gavel(GangPolicy):
         return {name: usable & members for name, members in self.layout.of_type.items()}
 
     def _count(self, job: GangJob, now: float) -> None:
-        """Add the time since it was last counted to what a job has had of the type on which it stands."""
+        """Add the time since the last count to the job's time on its present GPU type."""
         since = job.memory.get(_COUNTED, now)
         job.memory[_COUNTED] = now
         if job.mask and self._chosen.get(job.job_id) is not None:
@@ -181,7 +180,7 @@ class Gavel(GangPolicy):
 
 
 def max_min_shares(contenders: Sequence[GavelJob], slots: Mapping[str, int]) -> dict[tuple[str, str], float]:
-    """Fractions of time by job and type that maximise the least normalised throughput, then the next to least, ….
+    """Return fractions of time by job and type that maximise the smallest normalised throughput, then the next, ….
 
     Raises:
         ImportError: there are several types, and scipy is not installed.
@@ -194,7 +193,7 @@ def max_min_shares(contenders: Sequence[GavelJob], slots: Mapping[str, int]) -> 
 
 
 def _one_type(contenders: Sequence[GavelJob], slots: int) -> list[float]:
-    """Equal slot-time by weight; who cannot use so much (at most all of the time) leaves the rest to the others."""
+    """Return equal shares of slot-time by weight; what a job cannot use (a share is at most 1) goes to the others."""
     shares = [0.0] * len(contenders)
     left = float(slots)
     order = sorted(range(len(contenders)), key=lambda i: contenders[i].size / contenders[i].weight)
@@ -227,15 +226,15 @@ def _several_types(contenders: Sequence[GavelJob], slots: Mapping[str, int]) -> 
     for filling in range(_FILLINGS):
         entries: list[tuple[int, int, float]] = []
         limits: list[float] = []
-        for i in range(len(contenders)):  # at most all of its time
+        for i in range(len(contenders)):  # a job runs at most all of the time
             entries.extend((len(limits), k, 1.0) for k, key in enumerate(keys) if key[0] == i)
             limits.append(1.0)
-        for name in names:  # no more slots than there are
+        for name in names:  # a type has no more slots than exist
             entries.extend(
                 (len(limits), k, float(contenders[i].size)) for k, (i, other) in enumerate(keys) if other == name
             )
             limits.append(float(slots[name]))
-        for i in range(len(contenders)):  # at least the common level, or what it was found to be limited to
+        for i in range(len(contenders)):  # at least the common level, or the level at which the job was fixed
             entries.extend((len(limits), k, -values[k]) for k, key in enumerate(keys) if key[0] == i)
             if i not in fixed:
                 entries.append((len(limits), len(keys), 1.0))

@@ -1,22 +1,23 @@
-"""``oasis``: a newcomer gets the cheapest schedule over time, if it is worth its price (OASiS, INFOCOM 2018).
+"""``oasis``: a new job gets the cheapest schedule over time, if it is worth its price (OASiS, INFOCOM 2018).
 
-The paper: a job is decided when it comes. Each server's resources have a price in each slot of time, which rises
-exponentially with what is taken there (section IV; ours is in :mod:`prices`). A dynamic program finds for each possible
-end the cheapest numbers of workers over time that finish by it; the job is admitted with the schedule of the greatest
-utility minus price if that is above 0, else rejected for good. What is admitted is never changed. The utility falls
-with the completion time (a sigmoid); the sum of utilities is what it maximises, with a bound on the competitive ratio.
+The paper: a job is decided when it is submitted. Each server's resources have a price in each time slot, which rises
+exponentially with utilisation (section IV; ours is in :mod:`prices`). For each possible end, a dynamic program finds
+the cheapest numbers of workers over time that finish by it. The job is admitted with the schedule of the greatest
+utility minus price if that is above 0, else rejected permanently. Admitted schedules never change. The utility falls
+with the completion time (a sigmoid); the paper maximises the sum of utilities, with a bound on the competitive ratio.
 
-Decided here: whether to admit, and the sizes of the gang over time, on fixed slots.
+This policy decides whether to admit a job, and the sizes of its gang over time, on fixed slots.
 
-Where it differs, and why:
+Differences from the paper, and reasons:
 
-- A job with a deadline has its value (``Job.value``) as the utility of any end by then, and none after: the criterion
-  that all policies are compared by, and the limit of the paper's sigmoid for a time-critical job.
-- Time is cut where bookings change, not into equal slots: exact, and as fine as it has to be for jobs of minutes.
-- The paper lets workers come and go for nothing. Here a start and each change of size pay their pause, within the
-  dynamic program, too: it weighs steps made against price (a multiplier, tried over a range; the cheapest that
-  finishes is taken), with the gang's size as its state. The cheapest gangs of constant size compete with what it finds.
-- Servers are equal, so their prices are, too: one price a moment for all slots. Blocks are found by buddy placement.
+- A job with a deadline has its value (``Job.value``) as the utility of any end by the deadline, and 0 after it: the
+  criterion by which all policies are compared, and the limit of the paper's sigmoid for a time-critical job.
+- Time is cut where bookings change, not into equal slots: that is exact, and fine enough for jobs of minutes.
+- In the paper workers start and stop at no cost. Here a start and each change of size cost their pause, also within the
+  dynamic program. Its state is the gang's size, and it weighs steps made against price (by a multiplier, tried over a
+  range; the cheapest that finishes is used). The cheapest gangs of constant size compete with its result.
+- Servers are equal, and so are their prices: there is one price per moment for all slots. Blocks are found by buddy
+  placement.
 - There are no parameter servers. ``U`` and ``L`` are learned from the jobs so far (:mod:`prices`).
 """
 
@@ -35,16 +36,16 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.priced import
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.prices import Stretch
 
 MULTIPLIERS = 20
-"""How many weights of steps against price are tried."""
+"""Number of weights of steps against price that are tried."""
 PIECES = 24
-"""The time to the limit is cut at least into so many stretches."""
+"""Minimum number of stretches into which the time to the limit is cut."""
 
 
 class Oasis(PricedPolicy):
-    """Cheapest schedule over time. Deterministic."""
+    """OASiS: cheapest schedule over time. Deterministic."""
 
     def choices(self, work: Work, book: Bookings, over: list[Stretch]) -> Iterator[Course]:
-        """Constant gangs, and gangs whose size follows the prices."""
+        """Yield gangs of constant size, and gangs whose size follows the prices."""
         yield from constant_gangs(work, book, self.layout)
         if work.limit_s == INFINITY:
             return
@@ -56,15 +57,15 @@ class Oasis(PricedPolicy):
             last = course.holdings[-1]
             if not last.mask & ~book.free_over(last.start_s, course.promised_s + GUARD_S):
                 yield course
-                return  # multipliers rise, and with them the price
+                return  # multipliers rise, so later schedules cost more
 
 
 def schedules(work: Work, over: Sequence[Stretch], layout: Layout) -> Iterator[list[int]]:
-    """Sizes for each stretch that may finish the work, for rising weights of steps against price.
+    """Yield sizes for each stretch that may finish the work, for rising weights of steps against price.
 
-    A dynamic program over stretches with the size held in each as its state (0: none) maximises weight times steps
-    minus price. Every start and change of size makes no steps for its pause. Counts on free blocks alone: whether two
-    stretches have the same block free is seen when it is seated.
+    A dynamic program over stretches, with the size held in each as its state (0: none), maximises weight times steps
+    minus price. No steps are made during the pause of a start or change of size. Only the number of free slots in
+    blocks is considered; whether consecutive stretches have the same block free is checked at placement.
     """
     if not over:
         return
@@ -103,7 +104,7 @@ def schedules(work: Work, over: Sequence[Stretch], layout: Layout) -> Iterator[l
 def _weights(
     levels: Sequence[int], speeds: npt.NDArray[np.float64], over: Sequence[Stretch]
 ) -> npt.NDArray[np.float64]:
-    """From where the cheapest slots just pay to where the dearest of the largest gang do, price by step."""
+    """Return prices per step, from where the cheapest slots just pay to where the dearest of the largest gang do."""
     prices = [stretch.price for stretch in over]
     each = [(b - a) / (v - u) for a, b, u, v in zip(levels, levels[1:], speeds, speeds[1:], strict=False)]
     low, high = max(min(prices), 1e-30) * min(each) * 0.5, max(max(prices), 1e-30) * max(each) * 8.0
@@ -111,7 +112,7 @@ def _weights(
 
 
 def seat_over_time(sizes: Sequence[int], over: Sequence[Stretch], layout: Layout, own: int) -> list[Holding]:
-    """Blocks for a size in each stretch: the same one as long as it is free, around or inside the one before it."""
+    """Return blocks for the size in each stretch: the same one while it is free, around or inside the previous one."""
     found: list[Holding] = []
     before, k = own, 0
     while k < len(over):

@@ -1,21 +1,23 @@
-"""``optimus``: every interval, slots go where the next ones shorten a job most (Optimus, EuroSys 2018).
+"""``optimus``: every interval, slots go to the jobs that they shorten most (Optimus, EuroSys 2018).
 
-The paper: a speed model and a convergence model predict each job's time to its end; every scheduling interval each job
-gets one worker and one parameter server, then the next worker always goes to the job whose remaining time falls most
-for it (section 4.1); tasks are spread evenly over the fewest servers (section 4.2). It minimises mean completion time
-and knows no deadlines.
+The paper: a speed model and a convergence model predict each job's remaining time. Every scheduling interval, each job
+gets one worker and one parameter server; then each further worker goes to the job whose remaining time it reduces most
+(section 4.1). Tasks are spread evenly over the fewest servers (section 4.2). It minimises mean completion time and does
+not consider deadlines.
 
-Decided here: how many slots each job has, anew every ``interval_s``. Between two intervals whoever arrives or waits
-starts with its smallest gang where slots are idle, and nothing that runs is touched.
+This policy decides the number of slots of each job every ``interval_s``. Between two intervals, new and waiting jobs
+start with their smallest gang on idle slots, and running jobs are not changed.
 
-Where it differs, and why:
+Differences from the paper, and reasons:
 
-- Gangs double instead of growing by one, since blocks and measured curves are powers of two; the gain counts by slot.
+- Gangs double instead of growing by one, since blocks and measured curves are powers of two; the gain is per slot.
 - There are no parameter servers: workers exchange gradients among themselves, so only their number is chosen.
-- Curves and lengths are told, so nothing is fitted, and the paper's discount on young, badly known jobs has no cause.
-- A change is weighed with the pause that it costs. The paper ignores it and changes rarely; it would only lose by it.
-- When there are more jobs than slots the first gang goes to the job that ends soonest with it: the paper's own goal,
-  which section 4.1 leaves open there.
+- Curves and lengths are given, so nothing is fitted, and the paper's discount on young, poorly known jobs is not
+  needed.
+- The gain of a change includes the pause that it costs. The paper ignores the pause and changes rarely; ignoring it
+  here would only make the policy worse.
+- When there are more jobs than slots, the first gang goes to the job that ends soonest with it. That is the paper's own
+  goal; section 4.1 leaves this case open.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.rounds import
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room
 
 INTERVAL_S = 600.0
-"""The paper's scheduling interval (section 6.1)."""
+"""Scheduling interval of the paper (section 6.1)."""
 
 
 class Optimus(GangPolicy):
-    """Marginal gain in completion time."""
+    """Optimus: marginal gain in completion time."""
 
     def __init__(
         self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = (), *, interval_s: float = INTERVAL_S
@@ -47,7 +49,7 @@ class Optimus(GangPolicy):
         self._round_s = float("-inf")
 
     def wanted(self, scene: Scene) -> Wanted:
-        """At the end of an interval the gangs of greatest gain; else what is held, and starts on idle slots."""
+        """At the end of an interval, return the gangs of greatest gain; else keep running gangs and fill idle slots."""
         jobs, now = scene.jobs, scene.now
         if not jobs:
             return Wanted([])
@@ -61,11 +63,11 @@ class Optimus(GangPolicy):
 
 
 def by_marginal_gain(jobs: Sequence[JobView], room: Room) -> dict[str, int]:
-    """Sizes by the greedy rule of section 4.1; a job without room for its smallest gang is not named.
+    """Return sizes by the greedy rule of section 4.1; a job without room for its smallest gang is left out.
 
-    The gain of a step is the fall of the job's end, pauses included, by slot that it takes. Steps that gain nothing are
-    not made; one that gains only together with the next (a curve with a dent, a pause that a single doubling does not
-    repay) is looked at with it.
+    The gain of a step is the reduction of the job's end time, pauses included, per slot that it takes. Steps without
+    gain are not made. A step that gains only together with the next (a dent in the curve, a pause that a single
+    doubling does not repay) is evaluated together with it.
     """
     sizes: dict[str, int] = {}
     heap: list[tuple[float, int, str, int]] = []
@@ -95,7 +97,7 @@ def by_marginal_gain(jobs: Sequence[JobView], room: Room) -> dict[str, int]:
 
 
 def _steps(job: JobView, size: int, number: int, below: int = 1 << 62) -> list[tuple[float, int, str, int]]:
-    """The best step up from ``size`` to a size under ``below``: at most one, as an entry of the heap."""
+    """Return the best step up from ``size`` to a size under ``below`` as a heap entry: at most one."""
     end, best = job.end_s(size), None
     for larger in job.rising:
         if size < larger < below:

@@ -1,25 +1,26 @@
 """``pollux``: slots and batch sizes by goodput (Pollux, OSDI 2021).
 
-The paper: goodput = throughput times statistical efficiency (section 3). Efficiency falls with the batch size ``M``
-from that of the submitter, ``M0``, by the gradient noise scale ``phi``: ``(phi + M0) / (phi + M)`` (section 3.1). Each
-job chooses its batch for the size it has and scales its learning rate by AdaScale; every 60 s a genetic algorithm
-searches the sizes of all jobs that maximise the power mean (``p = -1``) of their speed-ups over a fair share of the
-cluster, each damped by ``(T - R d) / (T + d)`` for its age ``T``, restarts so far ``R`` and delay of a restart ``d``
-(section 4.2). It minimises completion times with some fairness and knows no deadlines.
+The paper: goodput is throughput times statistical efficiency (section 3). Efficiency falls as the batch size ``M``
+exceeds the submitter's, ``M0``, depending on the gradient noise scale ``phi``: ``(phi + M0) / (phi + M)`` (section
+3.1). Each job chooses the batch size for its number of slots and scales its learning rate by AdaScale. Every 60 s a
+genetic algorithm searches for the sizes of all jobs that maximise the power mean (``p = -1``) of their speed-ups over a
+fair share of the cluster, each damped by ``(T - R d) / (T + d)`` for its age ``T``, restarts so far ``R`` and restart
+delay ``d`` (section 4.2). It minimises completion times with some fairness and does not consider deadlines.
 
-Decided here: how many slots each job has, and with them its batch size.
+This policy decides the number of slots of each job, and with it the batch size.
 
-Where it differs, and why:
+Differences from the paper, and reasons:
 
-- The fitness is a sum over jobs of a cost by size, so a dynamic program over slots finds its optimum: no search by
-  chance, which would only be worse. Blocks are seated afterwards.
-- A job without slots has no speed-up, so its cost is infinite in the paper's mean; here it is a large number, so that
-  with more jobs than slots there is still something to compare.
-- Throughput is measured, not fitted from a few sizes, so the paper's limit of doubling the sizes seen so far has no
-  cause. Only measured batch sizes from ``M0`` on are chosen from.
-- The noise scale grows during training; no trace carries it. It is an assumption of whoever prepares the jobs
-  (``Job.batches``), constant for life. Without one the batch stays the submitter's, and goodput is throughput.
-- The interval grows while nothing comes or goes: the damping alone changes then, and slowly.
+- The fitness is a sum over jobs of a cost per size, so a dynamic program over slots finds its optimum; a randomised
+  search would only be worse. Blocks are placed afterwards.
+- A job without slots has no speed-up, so its cost is infinite in the paper's mean. Here it is a large finite number, so
+  that allocations can be compared when there are more jobs than slots.
+- Throughput is measured, not fitted from a few sizes, so the paper's limit of doubling the sizes seen so far is not
+  needed. Only measured batch sizes of at least ``M0`` are chosen.
+- The noise scale grows during training, and no trace has it. It is assumed when the jobs are prepared
+  (``Job.batches``) and constant for a job's lifetime. Without one the batch size stays the submitter's, and goodput is
+  throughput.
+- The interval grows while no job arrives or leaves: then only the damping changes, and slowly.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import G
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.rounds import keep_and_start
 
 INTERVAL_S = 60.0
-"""The paper's scheduling interval (section 5.1)."""
+"""Scheduling interval of the paper (section 5.1)."""
 _LONGEST_S = 3840.0
 _NOTHING = 1e3
 """Cost of a job without slots, on the scale of 1 / speed-up."""
@@ -48,7 +49,7 @@ _RESTARTS = "restarts"
 
 
 class Pollux(GangPolicy):
-    """Power mean of damped goodput speed-ups. Deterministic."""
+    """Pollux: power mean of damped goodput speed-ups. Deterministic."""
 
     def __init__(
         self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = (), *, interval_s: float = INTERVAL_S
@@ -62,13 +63,13 @@ class Pollux(GangPolicy):
         self._seen: tuple[str, ...] = ()
 
     def live_job(self, job: Job, now: float) -> GangJob:
-        """A newcomer whose curve is its goodput: in steps of its own batch size, at the best batch of each size."""
+        """Create a live job whose curve is its goodput: in steps of its own batch size, at each size's best batch."""
         if job.batches is not None:
             job = replace(job, curve=goodput_curve(job.batches))
         return super().live_job(job, now)
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
-        """Take in one event; gangs of jobs that may are told their batch size, too."""
+        """Handle one event; add the batch size to resizes of jobs that allow it to be chosen."""
         return [self._with_batch(decision) for decision in super().handle(event, now)]
 
     def _with_batch(self, decision: Decision) -> Decision:
@@ -78,7 +79,7 @@ class Pollux(GangPolicy):
         return replace(decision, batch_size=best_batch(job.job.batches, decision.placement.workers)[0])
 
     def wanted(self, scene: Scene) -> Wanted:
-        """At the end of an interval the fittest sizes; else what is held, and starts on idle slots."""
+        """At the end of an interval, return the fittest sizes; else keep running gangs and fill idle slots."""
         jobs, now = scene.jobs, scene.now
         if not jobs:
             return Wanted([])
@@ -106,22 +107,22 @@ class Pollux(GangPolicy):
 
 
 def damping(age_s: float, restarts: float, delay_s: float) -> float:
-    """What a speed-up counts for if the job has to restart for it (section 4.2, REALLOC_FACTOR); at least a little."""
+    """Return the factor on a speed-up that needs a restart (section 4.2, REALLOC_FACTOR); at least 0.01."""
     return max(0.01, (age_s - restarts * delay_s) / (age_s + delay_s)) if age_s + delay_s > 0.0 else 1.0
 
 
 def speed_ups(job: JobView, fair: float) -> dict[int, float]:
-    """By size: goodput over that at a fair share of the slots; less than the smallest gang is a part of the time."""
+    """Return, by size, goodput relative to a fair share; a share below the smallest gang counts as time share."""
     rising = job.rising
     share = max((n for n in rising if n <= fair), default=rising[0])
     at_share = job.speeds[share] * min(1.0, fair / share)
     if at_share <= 0.0:
-        return {rising[0]: 1.0}  # nobody has seen it run yet
+        return {rising[0]: 1.0}  # its speed has not been measured yet
     return {size: job.speeds[size] / at_share for size in rising}
 
 
 def fittest(jobs: Sequence[JobView], slots: int) -> list[int]:
-    """Sizes that maximise the power mean with p = -1, that is, minimise the sum of 1 / speed-up (0: none)."""
+    """Return the sizes (0: none) that maximise the power mean with p = -1, i.e. minimise the sum of 1 / speed-up."""
     fair = slots / len(jobs)
     least = np.zeros(slots + 1)
     picks: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []

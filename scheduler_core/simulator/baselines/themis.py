@@ -1,22 +1,21 @@
 """``themis``: finish-time fairness by auctions over leases (Themis, NSDI 2020).
 
-What the paper does: an app is treated fairly if it ends no later, with everybody else there, than it would have in a
-cluster of its own of one N-th the size. The ratio of the two is rho (section 3); the scheduler minimises the worst.
-GPUs are leased; whenever leases end, the apps with the worst rho, the fraction ``1 - f``, bid for them in an auction
-whose bids are rho for subsets of GPUs and which makes telling the truth pay; what is left over goes to the others, at
-random (section 4).
+The paper: an app is treated fairly if it ends no later in the shared cluster than it would in a cluster of its own of
+one N-th the size. The ratio of the two times is rho (section 3); the scheduler minimises the worst rho. GPUs are
+leased. Whenever leases end, the fraction ``1 - f`` of apps with the worst rho bid for the GPUs in a truthful auction,
+with rho for subsets of GPUs as bids; the rest of the GPUs goes to other apps at random (section 4).
 
-What it decides here: at each arrival, end or end of leases, who gets free slots. Slots under lease are not taken away.
-Of all jobs without a lease, the fraction ``1 - f`` with the worst rho chooses first, worst first; what is left goes to
-those that run already, and then in order of arrival.
+This policy decides, at each arrival, job end or lease end, which jobs get free slots. Leased slots are not taken away.
+Of all jobs without a lease, the fraction ``1 - f`` with the worst rho chooses first, worst first; the rest goes to
+running jobs, then to waiting ones in order of arrival.
 
-Where ours differs: the auction is reduced to that order. Bids in the paper are truthful by its mechanism and a job here
-wants one gang of the size asked for or nothing, so the allocation that maximises the product of valuations gives the
-worst rho its gang first. Left-overs are not drawn by lot, to stay deterministic. rho of a job is what it will be if it
-runs from now on: with no slots it would be infinite for all who wait. Leases end together, on a common clock (after
-half of one to one and a half), because gangs need many slots at once and single leases that end one by one would starve
-them. Renewed leases cost nothing; every other change costs what it costs everybody (the ElasticFlow artifact runs
-Themis with zero overhead).
+Differences from the paper, and reasons: the auction is reduced to that order. Bids in the paper are truthful by its
+mechanism, and a job here wants one gang of the requested size or nothing, so the allocation that maximises the product
+of valuations gives the worst rho its gang first. Left-over GPUs are not assigned at random, to stay deterministic. A
+job's rho is computed as if it ran from now on; without slots it would be infinite for every waiting job. Leases end
+together, on a common clock (after half to one and a half lease lengths), because gangs need many slots at once and
+leases that end one by one would starve them. Renewing a lease costs nothing; every other change costs the same as for
+all policies (the ElasticFlow artifact runs Themis with zero overhead).
 """
 
 from __future__ import annotations
@@ -34,9 +33,10 @@ _LEASED_UNTIL = "leased_until_s"
 
 
 class Themis(GangPolicy):
-    """Leases by finish-time fairness.
+    """Themis: leases by finish-time fairness.
 
-    ``lease_s`` and ``filter_f`` are the paper's defaults (section 8); a lease lasts ``lease_starts`` start-ups or more.
+    ``lease_s`` and ``filter_f`` default to the paper's values (section 8); a lease lasts at least ``lease_starts``
+    start-ups.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Themis(GangPolicy):
         self._filter_f = filter_f
 
     def wanted(self, scene: Scene) -> Wanted:
-        """Leases go on; the rest is given away."""
+        """Return the jobs with running leases, then assign the remaining slots."""
         leased = [job for job in scene.jobs if job.size and _leased_until(job) > scene.now + TOLERANCE_S]
         bound = {job.job_id for job in leased}
         others = [job for job in scene.jobs if job.job_id not in bound]
@@ -74,7 +74,7 @@ class Themis(GangPolicy):
         return Wanted(claims, min(ends, default=None) if waiting else None)
 
     def _auction(self, jobs: Sequence[JobView], slots: int, contenders: int) -> list[JobView]:
-        """The bidders, worst rho first, and then those who take what is left."""
+        """Return the bidders, worst rho first, then the jobs that share the remaining slots."""
         by_rho = sorted(jobs, key=lambda job: (-self._rho(job, slots, contenders), job.job.number))
         count = math.ceil((1.0 - self._filter_f) * len(by_rho) - TOLERANCE_S)
         return [*by_rho[:count], *sorted(by_rho[count:], key=lambda job: (job.size == 0, job.job.number))]
@@ -84,19 +84,19 @@ class Themis(GangPolicy):
         total = spec.total_steps if spec.total_steps is not None else job.left
         alone = alone_s(job, total, slots, contenders)
         if not 0.0 < alone < INFINITY:
-            return 1.0  # nobody knows how long it takes
+            return 1.0  # its length is not known
         return (job.end_s(job.requested) - spec.submitted_s) / alone
 
     def _lease_end(self, job: JobView) -> float:
-        """The tick of the common clock that gives between half and one and a half of a lease."""
+        """Return the tick of the common clock that gives half to one and a half lease lengths."""
         lease = max(self._lease_s, self._lease_starts * job.startup_s)
         return (math.floor(job.now / lease + 0.5) + 1.0) * lease
 
 
 def alone_s(job: JobView, total_steps: float, slots: int, contenders: int) -> float:
-    """How long a job takes from start to end in a cluster of its own, one N-th of this one (Themis, section 3).
+    """Return the seconds from start to end in a cluster of its own, one N-th of this one (Themis, section 3).
 
-    Where such a cluster is smaller than the gang, the gang has the time share of it that its part amounts to.
+    If that cluster is smaller than the gang, the gang's speed is scaled down accordingly (time sharing).
     """
     speed = job.speeds[job.requested]
     part = min(1.0, slots / max(1, contenders) / job.requested)

@@ -1,18 +1,18 @@
 """``tiresias``: discretised two-dimensional least attained service (Tiresias, NSDI 2019, section 3.2).
 
-What the paper does: nothing is known of how long a job takes, so whoever has had least service comes first. Service is
-two-dimensional, GPUs times time; it is discretised into a few queues, so that equals do not preempt one another for
-ever: a job enters the first queue, and sinks to the next when its attained service passes a threshold. Queues are
-served in order, inside one first come first served, each job with the GPUs that it asks for, as a gang, or not at all;
-whoever no longer fits is preempted. Against starvation a job that has waited for more than a multiple (*promote knob*)
-of the time that it has run goes back to the first queue with its service forgotten.
+The paper: job lengths are unknown, so the job with the least attained service comes first. Service is two-dimensional,
+GPUs times time. It is discretised into a few queues, so that similar jobs do not preempt one another forever: a job
+enters the first queue and sinks to the next when its attained service passes a threshold. Queues are served in order,
+each first come first served. Each job gets the GPUs it requests, as a gang, or none; jobs that no longer fit are
+preempted. To prevent starvation, a job that has waited longer than a multiple (*promote knob*) of the time it has run
+returns to the first queue with its service reset.
 
-What it decides here: exactly that. Thresholds of 3,250, 7,200 and 18,000 slot-seconds and a knob of 8 are those of the
-simulator that its authors published. Service includes start-ups and pauses: slots are held then, too.
+This policy decides exactly that. The thresholds of 3,250, 7,200 and 18,000 slot-seconds and the knob of 8 are those of
+the simulator that the authors published. Service includes start-ups and pauses, since slots are held then, too.
 
-Where ours differs: consolidation is not learnt from a profile of the model (section 3.3), since every gang gets a
-consolidated block here; the Gittins index, for known distributions of lengths, is left out. A preempted job pays for
-its start again, like everybody's here (the published simulators charge little or nothing).
+Differences from the paper, and reasons: consolidation is not learned from a profile of the model (section 3.3), since
+every gang gets a consolidated block here. The Gittins index, for known distributions of lengths, is left out. A
+preempted job pays for its start again, as with all policies here (the published simulators charge little or nothing).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ THRESHOLDS_SLOT_S = (3250.0, 7200.0, 18000.0)
 PROMOTE_KNOB = 8.0
 _QUEUE, _ENTERED, _SERVICE_BASE, _RAN_BASE = "queue", "entered_s", "service_base_slot_s", "ran_base_s"
 _HAIR = 1e-6
-"""Looking again this much (relative) after a threshold finds it passed."""
+"""Relative delay of a wake-up, so that the threshold has certainly been passed by then."""
 
 
 class Tiresias(GangPolicy):
-    """Queues by attained service; who waits too long is promoted."""
+    """Tiresias: queues by attained service; jobs that wait too long are promoted."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Tiresias(GangPolicy):
         self._knob = promote_knob
 
     def wanted(self, scene: Scene) -> Wanted:
-        """Queue after queue, each in order of entry."""
+        """Return jobs queue by queue, each in order of entry."""
         for job in scene.jobs:
             self._sink_or_rise(job)
         ordered = sorted(scene.jobs, key=_rank)
@@ -65,11 +65,11 @@ class Tiresias(GangPolicy):
         return Wanted(claims, min((t for t in times if t < INFINITY), default=None))
 
     def queue_of(self, job: JobView) -> int:
-        """The queue that a job is in: 0 is served first."""
+        """Return the queue of a job; queue 0 is served first."""
         return int(job.job.memory.get(_QUEUE, 0.0))
 
     def service_of(self, job: JobView) -> float:
-        """Slot-seconds since it entered the first queue, or was promoted to it."""
+        """Return the slot-seconds since a job entered the first queue or was promoted to it."""
         return job.job.attained_slot_s - job.job.memory.get(_SERVICE_BASE, 0.0)
 
     def _sink_or_rise(self, job: JobView) -> None:
@@ -82,13 +82,13 @@ class Tiresias(GangPolicy):
             memory[_QUEUE], memory[_ENTERED] = float(queue), job.now
 
     def _sinks_s(self, job: JobView) -> float:
-        """When a job that is served from now on passes its next threshold."""
+        """Return when a job that is served from now on passes its next threshold."""
         service = self.service_of(job)
         following = next((t for t in self._thresholds if t > service), INFINITY)
         return job.now + (following - service) / job.requested * (1.0 + _HAIR) + _HAIR
 
     def _rises_s(self, job: JobView) -> float:
-        """When a job that goes on waiting is promoted; never from the first queue."""
+        """Return when a job that keeps waiting is promoted; infinite in the first queue."""
         ran = job.job.ran_s - job.job.memory.get(_RAN_BASE, 0.0)
         if self.queue_of(job) == 0:
             return INFINITY

@@ -1,5 +1,5 @@
-"""How many deadlines any schedule could meet: what the figures of policies are compared with.
+"""An upper bound on the number of deadlines that any schedule could meet, for comparison with policies.
 
-Start at :func:`~elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant.clairvoyant_bound`. Needs scipy, when it
-is called.
+The entry point is :func:`~elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant.clairvoyant_bound`. It needs
+scipy when it is called.
 """

@@ -1,38 +1,39 @@
-"""The clairvoyant bound: how many deadlines, and how much value, any schedule could meet.
+"""The clairvoyant bound on the number and the value of deadlines that any schedule could meet.
 
-All arrivals are known to it in advance; it knows no policy and makes no schedule.
+It knows all arrivals in advance; it knows no policy and computes no schedule.
 
-*What is bounded.* Any schedule by the rules of the simulator: each slot belongs to one job at a time; a job of ``n``
+*What is bounded.* Any schedule by the rules of the simulator: each slot belongs to one job at a time; a job with ``n``
 slots makes at most the steps/s of the fastest size up to ``n`` in its curve; each change of its slots to a non-empty
-set, the start included, stops it for ``startup_s`` (from nothing) or ``pause_s``; all steps are made, and the tail has
-passed, by the deadline. Placement, integral gangs at every moment and arrivals that nobody foresees are ignored: they
-only make it harder. Not bounded are policies that change what a job is (other batch sizes, fewer steps, two jobs on
-one slot).
+set, including the start, stops it for ``startup_s`` (from no slots) or ``pause_s``; all steps are made, and the tail
+has passed, by the deadline. Placement, integral gangs at every moment and unknown future arrivals are ignored: they
+only make the problem harder. Policies that change the job itself (other batch sizes, fewer steps, two jobs on one slot)
+are not bounded.
 
-*Proof.* Take any price per slot-second that is never negative, ``p(t)`` (one a pool of slots), and let ``c_j`` be the
-least that job ``j`` can pay for slots and yet meet its deadline, were it alone. In a schedule that meets the jobs of a
-set ``S``, each of them pays at least ``c_j``, and all together pay no more than all slots cost at all times::
+*Proof.* Take any non-negative price per slot-second ``p(t)`` (one per pool of slots), and let ``c_j`` be the least that
+job ``j`` alone has to pay for slots to meet its deadline. In a schedule that meets the jobs of a set ``S``, each of
+them pays at least ``c_j``, and together they pay at most the price of all slots at all times::
 
     sum of c_j over S  <=  integral of p(t) * slots dt
 
 So every price gives one linear inequality that the met jobs of *every* schedule satisfy, and the largest sum of values
-under any number of such inequalities is a bound, whatever the prices are and however they were found. ``c_j`` is
-bounded from below by Lagrange's relaxation of "all steps are made": for every price ``m >= 0`` of a step::
+under any number of these inequalities is a bound, whatever the prices are and however they were found. ``c_j`` is
+bounded from below by the Lagrangian relaxation of "all steps are made": for every price ``m >= 0`` of a step::
 
     c_j  >=  m * steps + min over all ways to hold slots of (what is paid - m * steps made)
 
-and the inner minimum is found exactly by a dynamic program over sizes (:func:`.costs.least_costs`), starts and
-pauses included. Costs are rounded down and capacity up by more than sums of floats can be wrong.
+The inner minimum is computed exactly by a dynamic program over sizes (:func:`.costs.least_costs`), with starts and
+pauses. Costs are rounded down and capacity up by more than the rounding error of float sums.
 
-*Which prices.* Those that the fluid relaxation names: jobs may mix sizes (the concave envelope of the usable curve) and
-split slots at will within each interval between submissions and deadlines; they only need their total of steps after
-one start. A linear program finds the least overload of a set of jobs; its dual are prices at which the set is too
-expensive. The set that maximises the value under all inequalities so far (HiGHS, first fractional, then integral) is
-tried next, until one fits the fluid relaxation (``exact``: the relaxation says no more) or time is up. This is Benders'
-decomposition, and as tight as the mixed-integer program over intervals and sizes; starts and pauses in ``c_j`` make it
-tighter. Of an unfinished integral program its dual bound is used, never its incumbent.
+*Which prices.* Prices come from the fluid relaxation: jobs may mix sizes (the concave envelope of the usable curve) and
+split slots arbitrarily within each interval between submissions and deadlines; they only need their total of steps
+after one start. A linear program finds the minimum overload of a set of jobs; its dual values are prices at which the
+set is too expensive. The next set is the one that maximises the value under all inequalities so far (HiGHS, first
+fractional, then integral). This is repeated until a set fits the fluid relaxation (``exact``: the relaxation gives no
+further inequality) or time is up. This is Benders' decomposition, and as tight as the mixed-integer program over
+intervals and sizes; starts and pauses in ``c_j`` make it tighter. If an integral program is not solved to the end, its
+dual bound is used, never its incumbent.
 
-Needs scipy, imported only here and only when called.
+Needs scipy, which is imported only when a bound is computed.
 """
 
 from __future__ import annotations
@@ -49,26 +50,26 @@ from elasticflow_airflow.scheduler_core.simulator.bound.costs import Candidates,
 from elasticflow_airflow.scheduler_core.simulator.bound.fluid import FluidRelaxation, require_scipy
 
 MET_TOLERANCE_S = 1e-3
-"""As in the simulator: ends this much after the deadline are in time."""
+"""As in the simulator, a job that ends at most this long after its deadline is in time."""
 _SAFETY = 1e-9
 _FRACTION = 1e-7
 _COLUMNS, _COLUMNS_OF_POOLS = 250_000, 50_000
 _COARSE = 20_000
-"""Columns of the smallest linear program worth having."""
+"""Minimum number of columns of a linear program that is worth coarsening."""
 _SOLVER = 1e-5
-"""What HiGHS may be wrong by, at its tolerances, in a sum of some hundred values."""
+"""Possible error of HiGHS, at its tolerances, in a sum of some hundred values."""
 
 Curves = Callable[[Job, str], ScalingCurve | None]
-"""The curve of a job on a pool of slots (a GPU type); None: it does not run there."""
+"""Returns the curve of a job on a pool of slots (a GPU type), or None if it does not run there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """No schedule meets more than ``met`` deadlines, nor deadlines of more than ``value`` together.
+    """No schedule meets more than ``met`` deadlines, or deadlines with a total value above ``value``.
 
     ``alone`` counts the jobs that could meet their deadline on the empty cluster: a weaker bound. ``chosen`` are the
-    jobs that the relaxation would meet: a best set, not the only one, and not always one that a schedule can meet.
-    ``exact``: the relaxation was solved to its end; else time ran out, and the bound holds but may be loose.
+    jobs that the relaxation would meet: one optimal set of possibly several, which a schedule may not be able to meet.
+    ``exact``: the relaxation was solved completely; otherwise time ran out, and the bound holds but may be loose.
     """
 
     deadlines: int
@@ -94,11 +95,10 @@ def clairvoyant_bound(
     """Bound the number and the value of the deadlines of ``jobs`` that can be met on a cluster.
 
     ``slots`` is the size of the cluster, or of each of its pools (GPU types) by name; a gang lies in one pool, and
-    moves between pools at the price of a change. ``curves`` says how fast a job is on each pool; by default its own
-    curve, everywhere. Best-effort jobs, and those whose length or curve is not known, are left out: they have no
-    deadline to meet, and leaving them out of the way only helps the others. ``max_columns`` limits the size of the
-    linear programs (default: 250,000, with several pools 50,000): where there would be more, neighbouring intervals are
-    joined, which loosens the bound.
+    moving to another pool costs a change. ``curves`` returns a job's speeds on each pool; by default its own curve
+    applies everywhere. Best-effort jobs and jobs of unknown length or curve are left out: they have no deadline to
+    meet, and leaving them out only helps the others. ``max_columns`` limits the size of the linear programs (default:
+    250,000, or 50,000 with several pools): beyond it, neighbouring intervals are joined, which loosens the bound.
 
     Raises:
         ModuleNotFoundError: scipy is not installed.
@@ -150,7 +150,7 @@ def clairvoyant_bound(
 def _candidates(
     jobs: Sequence[Job], pools: Mapping[str, int], curves: Curves | None
 ) -> tuple[Candidates, frozenset[str]]:
-    """The jobs that meet their deadlines alone, as arrays; and the ids of those that do not."""
+    """Return the jobs that alone meet their deadlines, as arrays, and the ids of those that do not."""
     names = list(pools)
     found: list[tuple[Job, list[tuple[int, int, float]]]] = []
     hopeless: set[str] = set()
@@ -187,12 +187,12 @@ def _candidates(
 
 
 class _Search:
-    """Inequalities found so far (each scaled to a right side of 1), and the hunt for more."""
+    """The inequalities found so far (each scaled to a right-hand side of 1), and the search for more."""
 
     def __init__(self, candidates: Candidates, max_columns: int, until: float) -> None:
         self.candidates, self.until = candidates, until
         self.fluids = [FluidRelaxation(candidates, max_columns)]
-        while self.fluids[0].columns > _COARSE:  # long intervals first: they name prices almost as good in less time
+        while self.fluids[0].columns > _COARSE:  # long intervals first: prices almost as good in less time
             coarser = FluidRelaxation(candidates, self.fluids[0].columns // 4)
             if coarser.columns > 0.6 * self.fluids[0].columns:
                 break
@@ -200,7 +200,7 @@ class _Search:
         self.rows: list[Floats] = []
 
     def best(self, values: Floats) -> tuple[float, Floats, bool]:
-        """An upper bound of the sum of values, the set it belongs to, and whether the relaxation was exhausted."""
+        """Return an upper bound of the sum of values, its set of jobs, and whether the relaxation was exhausted."""
         whole = bool(np.all(values == np.round(values)))
         bound, chosen, integral, exact = float(values.sum()), np.ones(len(values)), False, False
         solved = self._fractional(values) if self.rows else None
@@ -214,7 +214,7 @@ class _Search:
                 if integral or _is_whole(chosen):
                     exact = True
                     break
-                integral = True  # the fractional program says no more; from now on, whole jobs
+                integral = True  # the fractional program gives no further inequality; continue with whole jobs
             solved = self._integral(values) if integral else self._fractional(values)
             if solved is None:
                 break
@@ -223,7 +223,7 @@ class _Search:
         return (float(math.floor(bound)) if whole else bound), chosen, exact
 
     def _more(self, chosen: Floats) -> bool | None:
-        """Find an inequality that the chosen jobs break; False: there is none; None: time is up."""
+        """Search for inequalities that the chosen jobs violate; False: there is none; None: time is up."""
         for fluid in self.fluids:
             prices = fluid.overload(chosen, self.until - time.monotonic())
             if prices is None:

@@ -1,6 +1,6 @@
-"""What a job must at least pay to meet its deadline when slots have prices: the arithmetic behind the bound.
+"""The least that a job must pay to meet its deadline when slots have prices: the arithmetic behind the bound.
 
-Exact but for the last digits, which are rounded down; no solver is trusted here. Plain numpy over all jobs at once.
+Exact except for the last digits, which are rounded down; no solver is trusted. Plain numpy over all jobs at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _RELATIVE, _OF_WORK = 1e-9, 1e-11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Jobs as arrays: one row a job, one column an option (a size on a pool; the last is repeated to fill the row).
+    """Jobs as arrays: a row per job, a column per option (a size on a pool; the last is repeated to fill the row).
 
-    ``begin_s``/``end_s``: from submission to the time by which the last step must be made.
+    ``begin_s``/``end_s``: submission, and the time by which the last step must be made.
     """
 
     ids: tuple[str, ...]
@@ -39,21 +39,21 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Price of a slot-second: one row a pool, one column an interval between two ``edges_s``; nothing outside."""
+    """Price per slot-second: a row per pool, a column per interval between two ``edges_s``; 0 outside."""
 
     edges_s: Floats
     per_slot_s: Floats
 
     def any(self) -> bool:
-        """Whether anything costs anything."""
+        """Return whether any price is above 0."""
         return bool((self.per_slot_s > 0.0).any())
 
     def of_all_slots(self, pool_slots: Floats) -> float:
-        """What all slots cost, all the time."""
+        """Return the total price of all slots over all intervals."""
         return float(pool_slots @ (self.per_slot_s @ np.diff(self.edges_s)))
 
     def runs(self) -> list[Prices]:
-        """Each stretch of time that is not free, as prices of its own; none if there is only one."""
+        """Return each contiguous stretch of non-zero prices as separate prices; empty if there is only one."""
         busy = np.concatenate([[False], (self.per_slot_s > 0.0).any(axis=0), [False]])
         begins = np.flatnonzero(busy[1:] & ~busy[:-1])
         ends = np.flatnonzero(busy[:-1] & ~busy[1:])
@@ -62,7 +62,7 @@ class Prices:
         return [Prices(self.edges_s[i : j + 1], self.per_slot_s[:, i:j]) for i, j in zip(begins, ends, strict=True)]
 
     def joined(self) -> Prices:
-        """The same with neighbouring intervals of equal price joined, and those before and after that are free."""
+        """Return the same prices with equal neighbouring intervals joined and free ones added before and after."""
         free = np.zeros((len(self.per_slot_s), 1))
         padded = np.hstack([free, self.per_slot_s, free])
         edges = np.concatenate([[-np.inf], self.edges_s, [np.inf]])
@@ -71,15 +71,15 @@ class Prices:
 
 
 def least_costs(jobs: Candidates, prices: Prices) -> Floats:
-    """A lower bound of what each job pays for slots if it meets its deadline, start and pauses included.
+    """Return a lower bound of what each job pays for slots if it meets its deadline, with start and pauses.
 
     For a price ``m`` of a step, the best way to hold slots is found by dynamic programming over intervals of constant
-    price: the state is the option that is held, or none. Within an interval cost grows linearly with time in an option,
-    so that changing at its edges is no worse than inside. A change to an option loses the steps of one pause,
-    ``m * speed * pause_s``, wherever that pause falls; a stay shorter than its pause makes no step at all, and holding
-    nothing instead, at the same loss for the next start, pays less. So nothing that a schedule could do is left out.
-    A second start is charged the lesser of start-up and pause. ``m`` is searched on a grid that closes in on the
-    maximum; a poor ``m`` loosens the result and never spoils it.
+    price; the state is the option held, or none. Within an interval, cost grows linearly with the time in an option, so
+    changing at the edges is no worse than inside. A change to an option loses the steps of one pause,
+    ``m * speed * pause_s``, wherever that pause falls. A stay shorter than its pause makes no step at all; holding
+    nothing instead, with the same loss at the next start, pays less. So every possible schedule is covered. A second
+    start is charged the smaller of start-up and pause. ``m`` is searched on a grid that narrows around the maximum; a
+    poor ``m`` makes the bound looser but never invalid.
     """
     line = prices.joined()
     rows = np.arange(len(jobs.ids))
@@ -101,7 +101,7 @@ def least_costs(jobs: Candidates, prices: Prices) -> Floats:
 
 
 def _least_of_step_price(jobs: Candidates, line: Prices, step_price: Floats) -> Floats:
-    """For each job and each price of a step: the least of (paid for slots - price * steps made); 0 is doing nothing."""
+    """Return, per job and price of a step, the minimum of (paid for slots - price * steps made); at most 0 (idle)."""
     earned = step_price[:, :, None] * jobs.speed[:, None, :]
     first = earned * jobs.startup_s[:, None, None]
     again = earned * np.minimum(jobs.startup_s, jobs.pause_s)[:, None, None]

@@ -1,6 +1,6 @@
-"""The fluid relaxation behind the bound: by how much a set of jobs overloads the cluster at least, and where.
+"""The fluid relaxation behind the bound: the minimum overload of the cluster by a set of jobs, and where it occurs.
 
-Only a source of prices: nothing here has to be exact for the bound to hold. Needs scipy, when it is called.
+It only supplies prices: nothing here has to be exact for the bound to hold. Needs scipy when it is called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ABSENT = 1e-9
 
 
 def require_scipy() -> None:
-    """Say what to install.
+    """Check that scipy is installed.
 
     Raises:
         ModuleNotFoundError: scipy is not installed.
@@ -30,11 +30,11 @@ def require_scipy() -> None:
 
 
 class FluidRelaxation:
-    """Jobs mix sizes and split slots at will within each interval between submissions and deadlines.
+    """A relaxation in which jobs mix sizes and split slots freely within intervals between submissions and deadlines.
 
-    A column is a share of what a job can do in one interval: on one pool the next segment of the concave envelope of
-    its curve, which needs no other row than its limits; with several pools the time at one size, and a row for each
-    job and interval, which has no more time than there is.
+    A column is a share of what a job can do in one interval. With one pool it is a segment of the concave envelope of
+    the job's curve, which needs no rows beyond its bounds. With several pools it is the time at one size; a row per job
+    and interval then limits the total time to the length of the interval.
     """
 
     def __init__(self, jobs: Candidates, max_columns: int) -> None:
@@ -71,9 +71,9 @@ class FluidRelaxation:
         self.columns = len(self.take)
 
     def overload(self, chosen: Floats, time_limit_s: float) -> Prices | None:
-        """Prices at which the chosen jobs (or fractions of them) are too expensive; all zero if they fit.
+        """Return prices at which the chosen jobs (or fractions of them) are too expensive; all zero if they fit.
 
-        None: the solver did not come to an end in time.
+        Returns None if the solver did not finish in time.
         """
         from scipy import sparse
         from scipy.optimize import linprog
@@ -104,7 +104,7 @@ class FluidRelaxation:
             A_ub=sparse.vstack(rows, format="csr"),
             b_ub=np.concatenate(limits),
             bounds=np.column_stack([np.zeros(n + caps), np.concatenate([np.ones(n), np.full(caps, np.inf)])]),
-            method="highs-ds" if self.pair is None else "highs-ipm",  # each is many times the faster one there
+            method="highs-ds" if self.pair is None else "highs-ipm",  # the faster one by far in each case
             options={"time_limit": max(1.0, time_limit_s)},
         )
         if solved.status != 0:
@@ -118,7 +118,7 @@ class FluidRelaxation:
 
 
 def _parts(jobs: Candidates, j: int, segments: bool) -> Floats:
-    """Rows of (pool, slots, steps/s): corners of the concave envelope on each pool, or the segments between them."""
+    """Return rows (pool, slots, steps/s): corners of the concave envelope on each pool, or segments between them."""
     found: list[tuple[float, float, float]] = []
     for pool in np.unique(jobs.pool[j]):
         corners = [(0.0, 0.0)]
@@ -134,7 +134,7 @@ def _parts(jobs: Candidates, j: int, segments: bool) -> Floats:
 
 
 def _below(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    """Whether ``middle`` lies on or under the line from ``first`` to ``last``."""
+    """Return whether ``middle`` lies on or below the line from ``first`` to ``last``."""
     return (middle[1] - first[1]) * (last[0] - middle[0]) <= (last[1] - middle[1]) * (middle[0] - first[0])
 
 

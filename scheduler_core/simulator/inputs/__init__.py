@@ -1,1 +1,1 @@
-"""What a simulation reads: traces, scaling curves, tables of pairs; or makes, for want of them."""
+"""Inputs of a simulation: traces, scaling curves and tables of job pairs, and generators of synthetic traces."""

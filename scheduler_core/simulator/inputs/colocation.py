@@ -1,10 +1,10 @@
-"""What jobs that share a GPU keep of their speeds, from a measured table of pairs. Reads files.
+"""The fractions of their speeds that jobs keep when they share a GPU, from a measured table of pairs. Reads files.
 
-The table has the speeds of pairs that share a GPU freely; ``curves`` those of each alone. Normalised by those, ``a``
-and ``b``, their sum says what sharing gains; so Gandiva (OSDI 2018) packs jobs. For guests *assumed* is that the
-sharing can be shifted at the same sum, as AntMan (OSDI 2020, section 4) does it by throttling the second job's kernels:
-when the first keeps all of its speed, the second has ``a + b - 1`` of its own. Pairs that were not measured share
-nothing.
+The table has the speeds of pairs that share a GPU freely; ``curves`` has the speeds of each job alone. The sum of the
+normalised speeds, ``a`` and ``b``, is the gain of sharing; Gandiva (OSDI 2018) packs jobs in this way. For guests it is
+*assumed* that the speeds can be shifted at a constant sum, as AntMan (OSDI 2020, section 4) does by throttling the
+second job's kernels: if the first keeps its full speed, the second has ``a + b - 1`` of its own. Pairs that were not
+measured share nothing.
 """
 
 from __future__ import annotations
@@ -22,30 +22,33 @@ _COLUMNS = ("gpu", "model_a", "batch_size_a", "workers_a", "model_b", "batch_siz
 
 @dataclass(frozen=True, slots=True)
 class Colocation:
-    """By pair of workloads: leftovers, of the holder and of its guest; and what the first keeps beside the second."""
+    """Speed fractions by pair of workloads.
+
+    ``parts``: what a guest keeps, by holder and guest; ``kept``: what the first keeps beside the second, unthrottled.
+    """
 
     parts: Mapping[tuple[str, str], float]
     kept: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def leftover(self, holder: str, guest: str) -> float:
-        """Part of its own speed that a guest has while the holder loses nothing; 0 if the pair is not known."""
+        """Return the fraction of its speed that a guest keeps while the holder loses nothing; 0 for an unknown pair."""
         return self.parts.get((holder, guest), 0.0)
 
     def packed(self, mine: str, other: str) -> float:
-        """Part of its own speed that a job keeps beside another one, neither throttled; 0 if the pair is not known."""
+        """Return the fraction of its speed that a job keeps beside another, unthrottled; 0 for an unknown pair."""
         return self.kept.get((mine, other), 0.0)
 
 
 def part_left(first: float, second: float) -> float:
-    """What the second of a pair keeps when the first gives nothing up; both are speeds relative to being alone."""
+    """Return what the second of a pair keeps if the first loses nothing; both speeds are relative to running alone."""
     return min(1.0, max(0.0, first + second - 1.0))
 
 
 def read_colocation(path: Path, gpu: str, alone: Curves) -> Colocation:
-    """The table for one type of GPU; ``alone`` are its curves, of which the speeds at one worker are used.
+    """Read the table for one GPU type; ``alone`` are its curves, of which the speeds at one worker are used.
 
     Raises:
-        InputError: the file is not as it must be, or has no pair for this type.
+        InputError: the file is invalid, or has no pair for this type.
     """
     parts: dict[tuple[str, str], float] = {}
     kept: dict[tuple[str, str], float] = {}

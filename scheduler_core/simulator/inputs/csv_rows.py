@@ -1,4 +1,4 @@
-"""CSV files read row by row, each with the line on which it begins; what cannot be read is said with its line."""
+"""Read CSV files row by row, each with its first line number; errors name the line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputEr
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """All rows with the numbers of their lines; an empty line is a row without cells.
+    """Yield all rows with their line numbers; an empty line is a row without cells.
 
     Raises:
         InputError: the file cannot be read, or is not UTF-8.
@@ -42,10 +42,10 @@ def _text_of(path: Path) -> str:
 
 
 def require_width(row: Sequence[str], width: int, path: Path, line: int) -> None:
-    """Make sure that a row has as many cells as the header.
+    """Check that a row has as many cells as the header.
 
     Raises:
-        InputError: it has not; if a cell goes on over several lines, a quote may be open.
+        InputError: it has not; if a cell spans several lines, the message suggests an unclosed quote.
     """
     if len(row) != width:
         unclosed = "; is a quote not closed?" if any("\n" in cell or "\r" in cell for cell in row) else ""
@@ -53,10 +53,10 @@ def require_width(row: Sequence[str], width: int, path: Path, line: int) -> None
 
 
 def records_of(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Rows by the names in the header, each with its line; empty lines are none.
+    """Yield rows as dicts by column name, each with its line number; empty lines are skipped.
 
     Raises:
-        InputError: the file cannot be read, a column of ``needed`` is missing, or a row has too few or many cells.
+        InputError: the file cannot be read, a column of ``needed`` is missing, or a row has too few or too many cells.
     """
     rows = rows_of(path)
     _, header = next(rows, (1, []))

@@ -1,7 +1,8 @@
-"""Measured scaling curves from a folder of tables: one CSV a model, rows are global batch sizes, columns workers.
+"""Measured scaling curves from a folder of tables: one CSV per model, rows are global batch sizes, columns workers.
 
-Cells are steps/s; empty, ``nan`` or 0 means that the size does not run. A power of two between two sizes that run
-which does not run itself, or has no column, is a hole: refused, for nobody measured it and a plan would have to guess.
+Cells are steps/s; empty, ``nan`` or 0 means that the size does not run. A power of two between two sizes that run,
+which does not run itself or has no column, is a hole. Holes are rejected: the speed was never measured, and a plan
+would have to guess it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def read_curves(folder: Path) -> dict[tuple[str, int], ScalingCurve]:
     """Read all tables of a folder.
 
     Raises:
-        InputError: there is none, or one is not as it must be.
+        InputError: there is no table, or one is invalid.
     """
     if not folder.is_dir():
         raise InputError("is not a folder; --curves names a folder with one CSV table for each model", folder)
@@ -36,14 +37,14 @@ def read_curves(folder: Path) -> dict[tuple[str, int], ScalingCurve]:
 
 
 def holes(sizes: Iterable[int]) -> list[int]:
-    """Powers of two that are missing between the least and the largest of ``sizes``, which are such themselves."""
+    """Return the powers of two missing between the smallest and largest of ``sizes``, which are powers of two."""
     known = set(sizes)
     least, largest = min(known), max(known)
     return [1 << level for level in range(least.bit_length(), largest.bit_length()) if 1 << level not in known]
 
 
 def curve_for(curves: Curves, model: str, batch_size: int, where: tuple[Path | None, int | None]) -> ScalingCurve:
-    """Look a curve up.
+    """Look up a curve.
 
     Raises:
         InputError: the model or the batch size is not in the tables.

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: an interrupted run leaves nothing behind."""
+"""Atomic file writing: an interrupted run leaves no partial file behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TextIO
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """A text file (UTF-8, line ends as written) that takes its place at the end, or never where something is raised."""
+    """Yield a text file (UTF-8, no newline translation) that replaces ``path`` at the end if nothing is raised."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("x", newline="", encoding="utf-8") as file:

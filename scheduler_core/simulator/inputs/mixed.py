@@ -1,9 +1,9 @@
-"""Clusters of several types of GPU: their nodes, and curves of each type for the jobs of one trace.
+"""Clusters of several GPU types: their nodes, and curves of each type for the jobs of one trace.
 
 Tables of different types were often measured with different batch sizes. A job's speed on a type whose table lacks its
-batch size is then *assumed*, not measured: as many samples by second at each number of workers as the table has for the
-nearest batch size that it knows. That flatters small batches on many workers, where steps are bound by communication.
-Models that one of the tables lacks are left out.
+batch size is then *assumed*, not measured: as many samples per second at each number of workers as the table has for
+the nearest measured batch size. This overestimates small batches on many workers, where steps are bound by
+communication. Models missing from any of the tables are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
 
 
 def mixed_cluster(parts: Sequence[tuple[str, int, int]]) -> tuple[Node, ...]:
-    """Nodes of several types; each part is a type, its number of nodes and their slots.
+    """Return nodes of several types; each part is a type, its number of nodes and their slots.
 
     Raises:
         InputError: a number is not positive, or a type is named twice.
@@ -40,7 +40,7 @@ def mixed_cluster(parts: Sequence[tuple[str, int, int]]) -> tuple[Node, ...]:
 def common_jobs(
     trace: Trace, by_type: Mapping[str, Curves]
 ) -> tuple[Trace, dict[str, dict[tuple[str, int], ScalingCurve]]]:
-    """The jobs of a trace whose model every type's table has, and a curve on each type for each of them.
+    """Return the jobs of a trace whose model is in every type's table, and their curves on each type.
 
     Raises:
         InputError: there are no such jobs.
@@ -55,7 +55,7 @@ def common_jobs(
 
 
 def at_batch(curves: Curves, model: str, batch_size: int) -> ScalingCurve:
-    """The curve of a model at a batch size: measured, or at as many samples by second as the nearest one that was."""
+    """Return a model's curve at a batch size: measured, or with the samples per second of the nearest measured one."""
     measured = curves.get((model, batch_size))
     if measured is not None:
         return measured
@@ -67,12 +67,12 @@ def at_batch(curves: Curves, model: str, batch_size: int) -> ScalingCurve:
 
 
 def read_typed_curves(path: Path, placement: str = "consolidated") -> dict[str, dict[tuple[str, int], ScalingCurve]]:
-    """Curves by type from one table with the columns ``gpu, placement, model, batch_size, workers, steps_per_s``.
+    """Read curves by type from a table with the columns ``gpu, placement, model, batch_size, workers, steps_per_s``.
 
-    Rows of other placements, without a batch size, or with a number of workers that is no power of two are left out.
+    Rows of other placements, without a batch size, or with a number of workers not a power of two are skipped.
 
     Raises:
-        InputError: the file is not as it must be.
+        InputError: the file is invalid.
     """
     found: dict[str, dict[tuple[str, int], dict[int, float]]] = {}
     needed = ("gpu", "placement", "model", "batch_size", "workers", "steps_per_s")

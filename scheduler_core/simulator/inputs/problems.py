@@ -1,4 +1,4 @@
-"""The one error of bad input: what was wrong, in which file and line, and what to do."""
+"""The exception for invalid input: the problem, its file and line, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class InputError(ValueError):
-    """A trace, a curve table or an option that cannot be simulated; the text names file and line."""
+    """A trace, a curve table or an option that cannot be simulated; the message names file and line."""
 
     def __init__(self, problem: str, path: Path | None = None, line: int | None = None) -> None:
         where = "" if path is None else f"{path}:{line}: " if line is not None else f"{path}: "

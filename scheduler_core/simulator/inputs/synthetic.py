@@ -1,7 +1,7 @@
-"""Makes traces in our own form: Poisson arrivals, days and nights, short jobs, recurring DAGs. All seeded.
+"""Generates traces in our own format: Poisson arrivals, diurnal load, short jobs, recurring DAGs. All are seeded.
 
-Every job could keep its deadline alone: the deadline leaves at least the time that the job takes at the size it asks
-for, start-up included, times a slack above 1. Whether all can be kept together is what a simulation finds out.
+Every job could meet its deadline if it ran alone: the deadline leaves at least the job's time at its requested size,
+with start-up, times a slack above 1. Whether all deadlines can be met together is for a simulation to find out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What single jobs look like: seconds at the requested size and slack are log-uniform between their two ends."""
+    """The shape of single jobs: seconds at the requested size and slack are log-uniform between their two ends."""
 
     seconds: tuple[float, float] = (600.0, 4 * HOUR_S)
     slack: tuple[float, float] = (1.2, 3.0)
-    """From submission to deadline, as a multiple of start-up and seconds."""
+    """Time from submission to deadline, as a multiple of start-up plus seconds."""
     most_workers: int = 16
     startup_s: float = 30.0
-    """What the deadline leaves for the start; a warm pool makes that short (and the simulated start-up with it)."""
+    """Time that the deadline allows for the start; short with a warm pool (as is the simulated start-up)."""
 
     def __post_init__(self) -> None:
         for name, least in (("seconds", 0.0), ("slack", 1.0)):
@@ -42,10 +42,10 @@ class Shape:
 
 
 def poisson(curves: Curves, *, jobs: int, every_s: float, seed: int = 0, shape: Shape | None = None) -> list[TraceJob]:
-    """Independent arrivals, one every ``every_s`` seconds on average.
+    """Generate independent arrivals, one every ``every_s`` seconds on average.
 
     Raises:
-        InputError: an option cannot be, or no curve has a size that is small enough.
+        InputError: an option is invalid, or no curve has a size that is small enough.
     """
     _check(jobs=jobs, every_s=every_s)
     maker, made, now = _Maker(curves, shape or Shape(), seed), list[TraceJob](), 0.0
@@ -58,9 +58,9 @@ def poisson(curves: Curves, *, jobs: int, every_s: float, seed: int = 0, shape: 
 def diurnal(
     curves: Curves, *, days: float, per_day: float, swing: float = 0.8, seed: int = 0, shape: Shape | None = None
 ) -> list[TraceJob]:
-    """Arrivals whose rate follows the hour: highest at 14:00, lowest at 02:00; ``swing`` of the mean up and down.
+    """Generate arrivals at a daily varying rate: highest at 14:00, lowest at 02:00, mean plus or minus ``swing`` of it.
 
-    By thinning (Lewis and Shedler, 1979). Raises InputError like :func:`poisson`.
+    Uses thinning (Lewis and Shedler, 1979). Raises InputError like :func:`poisson`.
     """
     _check(days=days, per_day=per_day)
     if not 0.0 <= swing <= 1.0:
@@ -77,9 +77,9 @@ def diurnal(
 
 
 def short_jobs(curves: Curves, *, jobs: int, every_s: float, startup_s: float = 30.0, seed: int = 0) -> list[TraceJob]:
-    """Jobs of 1 to 10 minutes, of which starting is a large part: simulate with the same ``startup_s``.
+    """Generate jobs of 1 to 10 minutes, dominated by start-up: simulate with the same ``startup_s``.
 
-    A cold start is tens of seconds; a warm pool makes it a few. Raises InputError like :func:`poisson`.
+    A cold start takes tens of seconds, a start from a warm pool a few. Raises InputError like :func:`poisson`.
     """
     shape = Shape(seconds=(60.0, 600.0), slack=(1.15, 2.0), most_workers=8, startup_s=startup_s)
     return [
@@ -90,10 +90,10 @@ def short_jobs(curves: Curves, *, jobs: int, every_s: float, startup_s: float = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurringDags:
-    """Daily tasks in the night, hourly ones, some that come only now and then, and ad-hoc jobs in between.
+    """Daily tasks at night, hourly tasks, tasks that run only sometimes, and ad-hoc jobs in between.
 
-    Loads are parts of ``slots``, of the daily tasks within the night window, of the others over the whole day; each job
-    counts with the least slot-seconds in which its work can be done.
+    Loads are fractions of ``slots``: for daily tasks within the night window, for the others over the whole day. Each
+    job counts with the fewest slot-seconds in which its work can be done.
     """
 
     slots: int = 64
@@ -101,21 +101,21 @@ class RecurringDags:
     daily: int = 8
     hourly: int = 2
     now_and_then: int = 3
-    """Tasks that are due every three hours and come (a sensor fires, a branch is taken) with ``come``."""
+    """Tasks due every three hours that run (a sensor fires, a branch is taken) with probability ``come``."""
     come: float = 0.3
     night: tuple[float, float] = (HOUR_S, 7 * HOUR_S)
-    """Daily tasks are due in the first third of this window, and have to be done at its end at the latest."""
+    """Daily tasks are due in the first third of this window and must be done by its end."""
     daily_load: float = 0.55
     hourly_load: float = 0.08
     now_and_then_load: float = 0.05
     ad_hoc_load: float = 0.8
     ad_hoc_per_day: float = 30.0
     late_s: float = 300.0
-    """How late a run is submitted on average (upstream tasks): exponential, at most five times this."""
+    """Mean delay of a run's submission (upstream tasks): exponential, at most five times this."""
     spread: float = 0.15
     """Sigma of the log-normal factor on a run's length."""
     retries: float = 0.05
-    """How often a run fails on its way and goes on as a retry, with the deadline that it had."""
+    """Probability that a run fails midway and continues as a retry with the same deadline."""
     startup_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -144,9 +144,9 @@ class _Task:
 
 
 def recurring(curves: Curves, options: RecurringDags | None = None, *, seed: int = 0) -> list[TraceJob]:
-    """Runs of recurring tasks (``task``, ``expected``, ``due_s``) with ad-hoc jobs, in order of submission.
+    """Generate runs of recurring tasks (``task``, ``expected``, ``due_s``) and ad-hoc jobs, in order of submission.
 
-    Retries name their task, but are not expected: nobody knows of them beforehand. Raises InputError.
+    Retries name their task but are not marked as expected, since they cannot be known in advance. Raises InputError.
     """
     options = options or RecurringDags()
     shape = Shape(most_workers=max(1, options.slots // 4), startup_s=options.startup_s)
@@ -188,7 +188,7 @@ def _tasks(maker: _Maker, options: RecurringDags) -> list[_Task]:
 
 
 def _run(maker: _Maker, options: RecurringDags, task: _Task, number: int) -> list[TraceJob]:
-    """One run, in two parts when it fails on its way."""
+    """Return one run, in two parts if it fails midway."""
     chaos = maker.chaos
     due = task.first_due_s + number * task.period_s
     late = min(chaos.expovariate(1.0 / options.late_s), 5.0 * options.late_s) if options.late_s else 0.0
@@ -219,7 +219,7 @@ def _run(maker: _Maker, options: RecurringDags, task: _Task, number: int) -> lis
 
 
 def _ad_hoc(maker: _Maker, options: RecurringDags) -> list[TraceJob]:
-    """Jobs that people submit, mostly by day, scaled to the load that was asked for."""
+    """Return jobs submitted by people, mostly by day, scaled to the requested load."""
     chaos, made = maker.chaos, list[TraceJob]()
     for number in range(round(options.ad_hoc_per_day * options.days)):
         hour = (chaos.triangular(6.0, 30.0, 16.0)) % 24.0
@@ -239,7 +239,7 @@ def _ad_hoc(maker: _Maker, options: RecurringDags) -> list[TraceJob]:
 
 
 class _Maker:
-    """Draws jobs from the curves that there are."""
+    """Draws jobs from the given curves."""
 
     def __init__(self, curves: Curves, shape: Shape, seed: int) -> None:
         self.curves, self.shape, self.chaos = curves, shape, random.Random(seed)
@@ -252,24 +252,24 @@ class _Maker:
             raise InputError(f"no curve has a size of at most {shape.most_workers} workers to make jobs of")
 
     def between(self, ends: tuple[float, float]) -> float:
-        """A log-uniform value."""
+        """Draw a log-uniform value."""
         return math.exp(self.chaos.uniform(math.log(ends[0]), math.log(ends[1])))
 
     def pick(self, at_least: float = 1.0) -> tuple[str, int, int]:
-        """Model, batch size and number of workers; sizes are equally likely, whatever curves have them."""
+        """Draw a model, batch size and number of workers; sizes are equally likely, however many curves have them."""
         sizes = sorted({workers for _, _, workers in self.choices})
         fitting = [size for size in sizes if size >= at_least] or sizes[-1:]
         size = self.chaos.choice(fitting[:3] if at_least > 1.0 else fitting)
         return self.chaos.choice([choice for choice in self.choices if choice[2] == size])
 
     def least_slots(self, size: tuple[str, int, int]) -> float:
-        """How many slots a job of that size would need for the same work at its most efficient size, on average."""
+        """Return the average slots a job of that size would need for the same work at its most efficient size."""
         model, batch, workers = size
         speeds = self.curves[model, batch].steps_per_s
         return min(n / speed for n, speed in speeds.items()) * speeds[workers]
 
     def single(self, job_id: str, submitted_s: float) -> TraceJob:
-        """A job of the shape that was asked for."""
+        """Draw a job of the requested shape."""
         size, seconds = self.pick(), self.between(self.shape.seconds)
         window = (self.shape.startup_s + seconds) * self.between(self.shape.slack)
         return self.job(job_id, submitted_s, seconds, submitted_s + window, size)
@@ -277,7 +277,7 @@ class _Maker:
     def job(
         self, job_id: str, submitted_s: float, seconds: float, deadline_s: float, size: tuple[str, int, int]
     ) -> TraceJob:
-        """A job that takes ``seconds`` at the given model, batch size and number of workers."""
+        """Return a job that takes ``seconds`` at the given model, batch size and number of workers."""
         model, batch, workers = size
         speed = self.curves[model, batch].steps_per_s[workers]
         return TraceJob(

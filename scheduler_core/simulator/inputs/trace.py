@@ -1,13 +1,13 @@
-"""Jobs of a trace file. Knows no scaling curves and no cluster.
+"""Reads and writes the jobs of a trace file. Knows no scaling curves and no cluster.
 
-Read are the public traces of the ElasticFlow paper (``submission_time, num_iteration, model_name, deadline, …``), their
-T4 kind (``submit_time, iteration, model_name, ddl, …``) and a form of our own::
+Supports the public traces of the ElasticFlow paper (``submission_time, num_iteration, model_name, deadline, …``), their
+T4 variant (``submit_time, iteration, model_name, ddl, …``) and our own format::
 
     job_id,submitted_s,steps,model,batch_size,deadline_s,workers,duration_s,best_effort,value,task,expected,due_s
 
-``deadline_s`` is absolute (empty: none), ``workers`` what a fixed-size request would ask for, ``duration_s`` the time
-at that size. ``task`` names the recurring task that a job is a run of, ``expected`` whether the calendar knows of it,
-``due_s`` when its timetable says that it is due (empty: unknown).
+``deadline_s`` is absolute (empty: none), ``workers`` is the size of a fixed-size request, ``duration_s`` the time at
+that size. ``task`` names the recurring task that the job is a run of, ``expected`` says whether the calendar has the
+run, ``due_s`` is its due time according to the timetable (empty: unknown).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 _REQUIRED = ("job_id", "submitted_s", "steps", "model", "batch_size", "deadline_s")
 COLUMNS = tuple(_ALIASES)
-"""Columns of our own form, in order."""
+"""Columns of our own format, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob:
-    """One row. Times are seconds since the trace's own origin; ``deadline_s`` is None for best effort."""
+    """One row. Times are in seconds since the origin of the trace; ``deadline_s`` is None for best effort."""
 
     job_id: str
     submitted_s: float
@@ -63,7 +63,7 @@ class TraceJob:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All jobs in order of submission; ``ignored`` are columns that were not understood."""
+    """All jobs in order of submission; ``ignored`` are the unknown columns."""
 
     path: Path | None
     jobs: tuple[TraceJob, ...]
@@ -71,7 +71,7 @@ class Trace:
 
     @property
     def name(self) -> str:
-        """File name without its ending."""
+        """File name without its extension."""
         return self.path.stem if self.path is not None else "trace"
 
 
@@ -79,7 +79,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace.
 
     Raises:
-        InputError: the file, a column or a row is not as it must be; nothing has been simulated yet.
+        InputError: the file, a column or a row is invalid.
     """
     rows = rows_of(path)
     first = next(rows, None)
@@ -103,7 +103,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def write_trace(path: Path, jobs: Iterable[TraceJob]) -> None:
-    """Write jobs in our own form, whole or not at all."""
+    """Write jobs in our own format, atomically."""
     with whole_file(path) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)

@@ -1,1 +1,1 @@
-"""What a simulation leaves: schedules as files, series of numbers, and plots."""
+"""Outputs of a simulation: schedule files, data series and plots."""

@@ -1,8 +1,9 @@
-"""A schedule as a file that others can check: one JSON object a line, in order of time.
+"""Write a schedule to a file that others can check: one JSON object per line, in order of time.
 
-``{"t": s, "job": id, "workers": n, "slots": [[node, index], …]}``: from t on the job holds exactly these slots (0 =
-none); ``{"t": …, "job": …, "event": "rejected" | "finished"}``. Nodes are numbered from 0 in the order of the cluster.
-All lines of one time are one change; who gives slots up stands before who takes them, wherever there is such an order.
+``{"t": s, "job": id, "workers": n, "slots": [[node, index], …]}``: from t on the job holds exactly these slots (0
+workers: none); ``{"t": …, "job": …, "event": "rejected" | "finished"}``. Nodes are numbered from 0 in cluster order.
+All lines of one time are one change; jobs that release slots come before jobs that take them, where such an order
+exists.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from elasticflow_airflow.scheduler_core.simulator.run import Change
 
 
 def one_by_one(changes: Iterable[Change]) -> Iterator[Change]:
-    """The same changes, so ordered within each time that no slot is taken before it was given up.
+    """Yield the same changes, ordered within each time so that no slot is taken before it is released.
 
-    Each job's own come in their order. Where jobs exchange slots in a ring there is no such order; one of them then
-    takes first. To let it go for a moment would say that it was suspended, which it was not.
+    The changes of each job keep their order. If jobs exchange slots in a cycle there is no such order, and one of them
+    takes its slots first. Releasing its slots for a moment instead would falsely mean that it was suspended.
     """
     held: dict[str, frozenset[Slot]] = {}
     holders: dict[Slot, set[str]] = {}
@@ -61,7 +62,7 @@ def one_by_one(changes: Iterable[Change]) -> Iterator[Change]:
 
 
 def write_schedule(path: Path, nodes: Sequence[Node], changes: Iterable[Change]) -> None:
-    """Write a schedule, whole or not at all: an interrupted run leaves nothing."""
+    """Write a schedule atomically: an interrupted run leaves no file."""
     number = {node.node_id: i for i, node in enumerate(nodes)}
     with whole_file(path) as file:
         for change in one_by_one(changes):

@@ -1,7 +1,7 @@
 """Figures of a comparison: deadlines met, slots in use, completion times, a window of a schedule, smallest clusters.
 
-Colours are Okabe and Ito's, which people who do not see some colours tell apart, and no figure needs colour alone.
-matplotlib is an optional dependency, imported when something is drawn.
+The colours are the colour-blind-safe palette of Okabe and Ito, and no figure relies on colour alone. matplotlib is an
+optional dependency, imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 _INK, _FAINT, _RULE = "#222222", "#777777", "#DDDDDD"
 _JOB_COLOURS = ("#7FB7DD", "#F3C969", "#7CC8AE", "#E3B5CE", "#B5DDF3", "#EBA06C", "#DAD36A", "#C9C4E8")
-"""Paler, so that a number can be read on them."""
+"""Paler, so that numbers on them are readable."""
 _BINS = 240
 _HOUR_S = 3600.0
 _STYLE: dict[Any, Any] = {
@@ -52,7 +52,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def require_library() -> None:
-    """Make sure that plots can be drawn, before anything takes long.
+    """Check that plots can be drawn, before any long computation starts.
 
     Raises:
         InputError: matplotlib is not installed.
@@ -65,7 +65,7 @@ def require_library() -> None:
 
 
 def file_names(contenders: Sequence[Contender], *, capacities: bool) -> list[str]:
-    """The names of all files that :func:`draw` writes."""
+    """Return the names of all files that :func:`draw` writes."""
     figures = ["deadlines", "slots", "completion", *map(_gantt_name, contenders)] + ["capacity"] * capacities
     return [f"{figure}.{kind}" for figure in figures for kind in FORMATS]
 
@@ -81,10 +81,10 @@ def draw(
     window_h: tuple[float, float] | None = None,
     only: Sequence[str] = (),
 ) -> list[Path]:
-    """Draw all figures of a comparison, or ``only`` those of these names. Returns the files' names.
+    """Draw all figures of a comparison, or ``only`` those with the given names; return the file paths.
 
-    ``window_h`` is the window of the schedule of each policy, begin and length in hours after the first submission; by
-    default six hours in which the first policy changes most.
+    ``window_h`` is the window of each policy's schedule: begin in hours after the first submission, and length in
+    hours. The default is the six hours in which the first policy makes the most changes.
     """
     require_library()
     figures: dict[str, Callable[[], Figure]] = {
@@ -116,7 +116,7 @@ def draw(
 
 
 def deadlines(comparison: Comparison) -> Figure:
-    """Deadlines met by policy, beside the bound and what was asked for."""
+    """Draw the deadlines met by each policy, with the bound and the number of all deadlines."""
     rows, facts = comparison.rows(), comparison.setting.facts()
     figure, (axes,) = _canvas(1, 8.0, 1.3 + 0.36 * len(rows))
     wanted = int(facts["deadlines"] or 0)
@@ -143,11 +143,11 @@ def deadlines(comparison: Comparison) -> Figure:
 
 
 def slots_over_time(comparison: Comparison) -> Figure:
-    """Slots in use over time, a panel for each policy."""
+    """Draw the slots in use over time, one panel per policy."""
     setting, played = comparison.setting, comparison.played
     begin = min(one.result.begin_s for one in played)
     end = max(one.result.end_s for one in played)
-    # A long tail of few jobs would press everything else together.
+    # A long tail of few jobs would compress everything else.
     shown_to = begin + 1.05 * max(_time_of_most(one, 0.95) for one in played) - 0.05 * begin
     end = min(end, max(shown_to, begin + 1.0))
     unit_s, unit = _unit(end - begin)
@@ -169,7 +169,7 @@ def slots_over_time(comparison: Comparison) -> Figure:
 
 
 def completion(comparison: Comparison) -> Figure:
-    """How many of all jobs were done within a time of their submission."""
+    """Draw the percentage of all jobs done within a time of their submission."""
     figure, (axes,) = _canvas(1, 8.0, 4.4)
     fastest = math.inf
     for place, one in enumerate(comparison.played):
@@ -201,7 +201,7 @@ def completion(comparison: Comparison) -> Figure:
 
 
 def gantt(setting: Setting, played: Played, window: tuple[float, float]) -> Figure:
-    """A window of a schedule: who holds which slots when, and where pauses are."""
+    """Draw a window of a schedule: which jobs hold which slots when, with their pauses."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -268,7 +268,7 @@ def gantt(setting: Setting, played: Played, window: tuple[float, float]) -> Figu
 
 
 def capacity(comparison: Comparison) -> Figure:
-    """The smallest cluster on which each policy keeps all the promises."""
+    """Draw the smallest cluster on which each policy keeps all the promises."""
     found: Sequence[Capacity] = comparison.capacities
     figure, (axes,) = _canvas(1, 8.0, 1.3 + 0.36 * len(found))
     largest = max(max(one.tried) for one in found)
@@ -289,7 +289,7 @@ def capacity(comparison: Comparison) -> Figure:
     return figure
 
 
-# -- what all of them have in common -----------------------------------------------------------------------------------
+# -- shared helpers ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -301,7 +301,7 @@ def _styled() -> Iterator[None]:
 
 
 def _canvas(panels: int, width_in: float, height_in: float) -> tuple[Figure, list[Axes]]:
-    """A figure that no window shows and no global state knows."""
+    """Create a figure without a window and without global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_in, height_in))
@@ -310,7 +310,7 @@ def _canvas(panels: int, width_in: float, height_in: float) -> tuple[Figure, lis
 
 
 def _title(axes: Axes, text: str, setting: Setting, note: str = "", *, sized: bool = True) -> None:
-    """Heading and, below it in small, what was simulated; both flush left with the axes, a fixed distance above."""
+    """Add a title and, below it in small type, the facts of the simulation; both flush left above the axes."""
     conditions = setting.conditions
     facts = [setting.trace.name, f"{len(setting.trace.jobs)} jobs"]
     if sized:
@@ -339,14 +339,14 @@ def _title(axes: Axes, text: str, setting: Setting, note: str = "", *, sized: bo
 
 
 def _named_rows(axes: Axes, names: Sequence[str]) -> None:
-    """From the top, in order."""
+    """Label the rows from the top, in order."""
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(names) - 0.4, -0.6)
 
 
 def _bar(contender: Contender) -> str:
-    """Ours stands out."""
+    """Return the bar colour; our own policies stand out."""
     return _COLOURS[0] if contender.ours else _COLOURS[4]
 
 
@@ -362,7 +362,7 @@ def _time_of_most(played: Played, part: float) -> float:
 
 
 def _hours_axis(axes: Axes) -> None:
-    """Ticks at times that people say."""
+    """Set ticks at round times such as 1 h or 1 week."""
     named = {
         1 / 60: "1 min",
         0.25: "15 min",

@@ -1,4 +1,4 @@
-"""Schedules and results as series of numbers, for plots and for tables. Pure; draws nothing."""
+"""Convert schedules and results to series of numbers, for plots and tables. Pure; draws nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SlotSpan(NamedTuple):
 
 
 def spans(changes: Iterable[Change]) -> list[SlotSpan]:
-    """Who held what and when, in order of the end; what is held at the end of the schedule is left out."""
+    """Return the slots each job held and when, in order of end; slots held at the end of the schedule are left out."""
     held: dict[str, Change] = {}
     found: list[SlotSpan] = []
     for change in changes:
@@ -33,7 +33,7 @@ def spans(changes: Iterable[Change]) -> list[SlotSpan]:
 
 
 def mean_use(found: Sequence[SlotSpan], begin_s: float, end_s: float, bins: int) -> list[float]:
-    """Slots held on average in each of ``bins`` equal parts of the time from ``begin_s`` to ``end_s``."""
+    """Return the mean number of slots held in each of ``bins`` equal parts of ``begin_s`` to ``end_s``."""
     width = (end_s - begin_s) / bins
     used = [0.0] * bins
     for span in found:
@@ -48,7 +48,7 @@ def mean_use(found: Sequence[SlotSpan], begin_s: float, end_s: float, bins: int)
 
 
 def busiest_window(found: Sequence[SlotSpan], length_s: float) -> tuple[float, float]:
-    """The window of this length, among those that begin with a span, in which most changes happen."""
+    """Return the window of this length with the most changes, among those that begin with a span."""
     starts = sorted(span.begin_s for span in found)
     best, begin, last = 0, starts[0] if starts else 0.0, 0
     for i, start in enumerate(starts):
@@ -60,13 +60,13 @@ def busiest_window(found: Sequence[SlotSpan], length_s: float) -> tuple[float, f
 
 
 def rows_of(nodes: Sequence[Node]) -> dict[Slot, int]:
-    """A row for each slot, node after node."""
+    """Return a row number for each slot, node by node."""
     ordered = [Slot(node.node_id, index) for node in nodes for index in range(node.slots)]
     return {slot: row for row, slot in enumerate(ordered)}
 
 
 def blocks(slots: Iterable[Slot], rows: Mapping[Slot, int]) -> list[tuple[int, int]]:
-    """Rows that a gang stands on, as (first, number) of each unbroken block."""
+    """Return the rows of a gang as (first, number) of each contiguous block."""
     found: list[tuple[int, int]] = []
     for row in sorted(rows[slot] for slot in slots):
         if found and row == sum(found[-1]):
@@ -77,6 +77,6 @@ def blocks(slots: Iterable[Slot], rows: Mapping[Slot, int]) -> list[tuple[int, i
 
 
 def completion_cdf(records: Sequence[SimulatedOutcome]) -> tuple[list[float], list[float]]:
-    """Completion times in order, and the fraction of all jobs that were done within each."""
+    """Return the completion times in order, and the fraction of all jobs done within each."""
     done = sorted(record.completion_s for record in records if record.completion_s is not None)
     return done, [(i + 1) / len(records) for i in range(len(done))]

@@ -1,4 +1,4 @@
-"""What goes wrong with files: of the machine, which passes, or of what a training script has made of its own folder.
+"""File errors: transient ones of the machine, and those that a training script causes in its own folder.
 
 Part of the local engine.
 """
@@ -16,7 +16,10 @@ from elasticflow_airflow.engines.port import EngineError
 
 
 def is_of_the_machine(error: OSError, state_dir: Path) -> bool:
-    """Whether an error is nobody's fault and passes: a full disk, say. One to which a script has led us is its own."""
+    """Return whether an error is a transient one of the machine, such as a full disk, and below ``state_dir``.
+
+    An error at a path outside, to which a script has redirected us, is the script's fault.
+    """
     where = error.filename if isinstance(error.filename, str | Path) else None
     real = Path(state_dir if where is None else os.path.realpath(where))
     return error.errno in OF_THE_MACHINE and (real == state_dir or state_dir in real.parents)
@@ -24,7 +27,7 @@ def is_of_the_machine(error: OSError, state_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the disk refuses into an error that says where and what to do."""
+    """Convert OSError into an EngineError that says where it happened and what to do."""
     try:
         yield
     except OSError as error:
@@ -40,7 +43,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_engine_errors(path: Path) -> Iterator[None]:
-    """As :func:`disk_errors`, for calls about one job: whatever is wrong with its files is said by an EngineError."""
+    """Like :func:`disk_errors`, for calls for one job: damaged files of the job raise EngineError, too."""
     try:
         with disk_errors(path):
             yield

@@ -1,21 +1,21 @@
-"""What engine and supervisor say to each other: JSON files in one folder per generation and node.
+"""Communication between engine and supervisor: JSON files in one folder per generation and node.
 
 Layout, inside an incarnation's folder::
 
     supervisors/g000001-node0/spec.json       what to run (SupervisorSpec), by the engine, before the supervisor starts
-                              order.json      told to leave (Order), by the engine
-                              kill.json       workers to end at once, by the engine
+                              order.json      order to leave (StopOrder), by the engine
+                              kill.json       workers to kill at once, by the engine
                               go              the generation may start, by the engine
-                              warming         its change says that the imports get on, by the supervisor
+                              warming         touched while the imports make progress, by the supervisor
                               warm            the imports are done, by the supervisor
                               lease           touched by the engine at each apply and renew
-                              status.json     what is (Status), by the supervisor, which holds a lock on it for life
+                              status.json     actual state (Status), by the supervisor, which holds supervisor.lock
                               <worker>.trainer.json  pid of the trainer, by the trainer
                               <worker>.exit.json     exit code of the trainer, by its agent
-                              supervisor.log  what the supervisor itself has to say
-    supervisors/g000001.failed                first failure of the chain that began with it, on whatever node
+                              supervisor.log  log of the supervisor itself
+    supervisors/g000001.failed                first failure of the chain that began with it, on any node
 
-Secrets are in none of them: they go over the supervisor's standard input. Standard library only.
+None of them holds secrets: these are passed on the supervisor's standard input. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from elasticflow_airflow.runtime.protocol import open_ordinary, read_json, write
 
 _LAST_WORDS_BYTES = 4096
 OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Errors that are nobody's fault, and pass."""
+"""Transient errors of the machine, which no job has caused."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One worker to run. ``lock_name`` is its slot's lock; ``env`` what differs between workers."""
+    """One worker to run. ``lock_name`` is its slot's lock; ``env`` holds what differs between workers."""
 
     worker_id: str
     rank: int
@@ -67,7 +67,7 @@ class SupervisorSpec:
     lease_s: float
     grace_s: float
     chain: int
-    """The generation with which the chain of changes in place began that it belongs to."""
+    """The first generation of the chain of changes in place to which this one belongs."""
     address: str = "127.0.0.1"
     progress_regex: str | None = None
     progress_file: str | None = None
@@ -81,13 +81,13 @@ class SupervisorSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Declared to be a script that knows nothing of sessions."""
+        """Whether the job is declared as a plain script, which does not use sessions."""
         return self.progress_regex is not None or self.progress_file is not None
 
 
 @dataclass(frozen=True, slots=True)
 class StopOrder:
-    """Save and leave: SIGTERM after ``grace_s``, SIGKILL after it again. ``kill``: without waiting."""
+    """Order to save and leave: SIGTERM after ``grace_s``, SIGKILL after ``grace_s`` more. ``kill``: do not wait."""
 
     grace_s: float
     reason: str = ""
@@ -104,16 +104,16 @@ class WorkerStatus:
     exit_code: int | None = None
     ended: bool = False
     signalled: bool = False
-    """The supervisor sent it a signal while it lived: its end is no failure of its own."""
+    """The supervisor sent a signal while the worker was alive: its end is not a failure of its own."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Status:
-    """What is, in the supervisor's words. ``ended`` is the last thing it writes.
+    """The actual state as written by the supervisor. ``ended`` is the last thing it writes.
 
-    ``told``: the workers were told to leave (why: ``reason``). ``terminated``: a plain script got SIGTERM.
-    ``failed``: a worker left by itself without success before anything was told. ``failure``: nothing was started;
-    ``slot_held``: because somebody else was faster on a slot.
+    ``told``: the workers were ordered to leave (why: ``reason``). ``terminated``: a plain script got SIGTERM.
+    ``failed``: a worker ended by itself, unsuccessfully, before any order. ``failure``: why nothing was started;
+    ``slot_held``: the cause is that another holder took a slot first.
     """
 
     supervisor: ProcessId | None = None
@@ -127,7 +127,7 @@ class Status:
     ended: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the status as JSON values."""
         return asdict(self)
 
     @classmethod
@@ -148,18 +148,18 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class SupervisorFolder:
-    """Paths and accessors of one such folder."""
+    """Paths and accessors of the folder of one generation and node."""
 
     path: Path
 
     @classmethod
     def of(cls, incarnation_dir: Path, generation: int, node_id: str) -> SupervisorFolder:
-        """The folder of one generation and node."""
+        """Return the folder of one generation and node."""
         return cls(incarnation_dir / "supervisors" / f"g{generation:06d}-{node_id}")
 
     @property
     def lease(self) -> Path:
-        """Touched by the engine; any change of its time counts, whatever the clock says."""
+        """Touched by the engine; any change of its mtime counts, whatever the clock says."""
         return self.path / "lease"
 
     @property
@@ -169,7 +169,7 @@ class SupervisorFolder:
 
     @property
     def warming(self) -> Path:
-        """Touched by the supervisor while the imports get on."""
+        """Touched by the supervisor while the imports make progress."""
         return self.path / "warming"
 
     @property
@@ -183,30 +183,30 @@ class SupervisorFolder:
         return self.path / "supervisor.log"
 
     def trainer_file(self, worker_id: str) -> Path:
-        """Where a trainer writes its pid."""
+        """Return the file in which a trainer writes its pid."""
         return self.path / f"{worker_id}.trainer.json"
 
     def exit_file(self, worker_id: str) -> Path:
-        """Where an agent writes its trainer's exit code."""
+        """Return the file in which an agent writes its trainer's exit code."""
         return self.path / f"{worker_id}.exit.json"
 
     def write_spec(self, spec: SupervisorSpec) -> None:
-        """Write what to run."""
+        """Write ``spec.json``."""
         write_json_atomic(self.path / "spec.json", asdict(spec))
 
     def has_spec(self) -> bool:
-        """Whether what to run was written."""
+        """Return whether ``spec.json`` was written."""
         return (self.path / "spec.json").exists()
 
     def read_spec(self) -> SupervisorSpec:
-        """Read what to run; ValueError when it is not there."""
+        """Read ``spec.json``. Raises ValueError when it is missing."""
         spec = _read(self.path / "spec.json", SupervisorSpec.from_json)
         if spec is None:
             raise ValueError(f"no spec.json in {self.path}")
         return spec
 
     def write_order(self, order: StopOrder) -> None:
-        """Tell the supervisor to have its workers leave. After an order to kill, nothing else counts."""
+        """Order the supervisor to make its workers leave. Orders after one with ``kill`` are ignored."""
         try:
             before = self.read_order()
         except ValueError:
@@ -215,42 +215,42 @@ class SupervisorFolder:
             write_json_atomic(self.path / "order.json", asdict(order))
 
     def read_order(self) -> StopOrder | None:
-        """The order, if there is one."""
+        """Return the order; None when there is none."""
         return _read(self.path / "order.json", lambda raw: StopOrder(**raw))
 
     def order_kill(self, worker_ids: Iterable[str]) -> None:
-        """Have the supervisor end workers at once; those named before stay named."""
+        """Order the supervisor to kill workers at once; workers named before stay in the list."""
         before = self.read_kills()
         wanted = before | set(worker_ids)
         if self.path.is_dir() and wanted != before:
             write_json_atomic(self.path / "kill.json", {"workers": sorted(wanted)})
 
     def read_kills(self) -> set[str]:
-        """Workers to end at once."""
+        """Return the ids of the workers to kill at once."""
         return _read(self.path / "kill.json", lambda raw: set(raw["workers"])) or set()
 
     def read_status(self) -> Status | None:
-        """What the supervisor wrote last; None before it wrote anything."""
+        """Return the last status of the supervisor; None before it wrote one."""
         return _read(self.path / "status.json", Status.from_json)
 
     def write_status(self, status: Status) -> None:
-        """Write what is."""
+        """Write ``status.json``."""
         write_json_atomic(self.path / "status.json", status.to_json())
 
     def warming_stamp(self) -> int:
-        """When the imports were last seen to get on: any change counts; 0 when they never were."""
+        """Return the mtime (ns) of ``warming``, of which any change means progress; 0 when there was none."""
         try:
             return self.warming.stat().st_mtime_ns
         except FileNotFoundError:
             return 0
 
     def open_log(self) -> IO[bytes]:
-        """Open the supervisor's own log, to go on with it. Raises OSError; a pipe keeps nobody."""
+        """Open the supervisor's own log for appending. Raises OSError; does not block if a pipe is in its place."""
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         return os.fdopen(descriptor, "ab")
 
     def last_words(self) -> str:
-        """The end of the supervisor's own log."""
+        """Return the end of the supervisor's own log."""
         with open_ordinary(self.log) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_WORDS_BYTES))
             return file.read(_LAST_WORDS_BYTES).decode(errors="replace").strip()
@@ -263,7 +263,7 @@ class SupervisorFolder:
 
 
 def _read(path: Path, build: Callable[[dict[str, Any]], _T]) -> _T | None:
-    """Read what a file holds; None when it is not there. Raises OSError, and ValueError where it is something else."""
+    """Read a file; None when it is missing. Raises OSError, and ValueError when the content is not as expected."""
     raw = read_json(path)
     try:
         return None if raw is None else build(raw)
@@ -272,5 +272,5 @@ def _read(path: Path, build: Callable[[dict[str, Any]], _T]) -> _T | None:
 
 
 def failure_path(incarnation_dir: Path, chain: int) -> Path:
-    """Marker that a worker of a chain failed, read by the other supervisors of the chain."""
+    """Return the marker file that a worker of a chain failed, for the other supervisors of the chain."""
     return incarnation_dir / "supervisors" / f"g{chain:06d}.failed"

@@ -1,6 +1,6 @@
-"""What the engine remembers of its gangs on disk, so that a new engine over the same folder finds them all.
+"""The engine's records of its gangs on disk, so that a new engine over the same folder finds them all.
 
-One JSON file per job, replaced atomically *before* anything is started or told.
+One JSON file per job, replaced atomically *before* anything is started or ordered to leave.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elasticflow_airflow.scheduler_core.model.values import Slot
 
 @dataclass(slots=True, kw_only=True)
 class GangRecord:
-    """One generation. ``started``: its supervisors were, or were about to be, started. ``told``: to leave."""
+    """One generation. ``started``: its supervisors were, or were about to be, started. ``told``: ordered to leave."""
 
     generation: int
     incarnation: int
@@ -28,25 +28,25 @@ class GangRecord:
     reason: str = ""
     started: bool = False
     dropped: bool = False
-    """Never started, and never will be: a later generation or a stop came first."""
+    """Never started and never will be: a later generation or a stop came first."""
     told: bool = False
     never_came: str | None = None
-    """Why a supervisor never came up, once that was given up."""
+    """Why a supervisor never came up, once waiting for it was given up."""
     chain: int = 0
-    """Generation that began with a start of all its workers, and from which this one came by changes in place."""
+    """The generation that started all its workers and from which changes in place led to this one."""
     ids: tuple[str, ...] = ()
-    """Worker ids by rank; empty: all were born with this generation."""
+    """Worker ids by rank; empty: all workers were started for this generation."""
     lost: tuple[str, ...] = ()
-    """Workers before it that are dead or given up."""
+    """Workers of earlier generations that are dead or abandoned."""
     adopted: bool = False
-    """Changed to in place, and every member trains in it."""
+    """The change in place to this generation is done: every member trains in it."""
 
     capable: bool = False
-    """Its session said that it can be changed in place: a worker that dies does not end the others."""
+    """Its session reported that it can change in place: the death of a worker does not end the others."""
 
     @property
     def in_place(self) -> bool:
-        """Whether it came by a change in place."""
+        """Whether the generation is the result of a change in place."""
         return self.chain not in (0, self.generation)
 
     @property
@@ -57,21 +57,21 @@ class GangRecord:
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """Ids by rank."""
+        """Worker ids by rank."""
         return tuple(self.worker_id(rank) for rank in range(len(self.placement)))
 
     def is_born(self, rank: int) -> bool:
-        """Whether this member was started for this generation; otherwise it goes on from one before."""
+        """Return whether this member was started for this generation; otherwise it continues from an earlier one."""
         return not self.ids or self.ids[rank].startswith(f"g{self.generation:06d}-")
 
     def folder_of(self, rank: int) -> SupervisorFolder:
-        """The folder of the supervisor that started a member."""
+        """Return the folder of the supervisor that started a member."""
         born = int(self.worker_id(rank)[1:7])
         return SupervisorFolder.of(Path(self.incarnation_dir), born, self.placement[rank].node_id)
 
     @property
     def folders(self) -> dict[str, SupervisorFolder]:
-        """The folders of all supervisors of its members, by node, and by generation where it is another."""
+        """Supervisor folders of all members, by node; keys of earlier generations include the generation."""
         found = {node_id: self.folder(node_id) for node_id in self.nodes}
         for rank, slot in enumerate(self.placement):
             if not self.is_born(rank):
@@ -80,22 +80,22 @@ class GangRecord:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The gang as the membership plan names it."""
+        """The members as listed in the membership plan."""
         return tuple(
             Member(worker_id=self.worker_id(rank), rank=rank, node_id=slot.node_id, slot_index=slot.index)
             for rank, slot in enumerate(self.placement)
         )
 
     def worker_id(self, rank: int) -> str:
-        """Id of a worker; also the name of its log."""
+        """Return the id of a worker, which is also the name of its log."""
         return self.ids[rank] if self.ids else f"g{self.generation:06d}-r{rank:03d}"
 
     def folder(self, node_id: str) -> SupervisorFolder:
-        """The folder of its supervisor on one of its nodes."""
+        """Return the folder of its supervisor on one of its nodes."""
         return SupervisorFolder.of(Path(self.incarnation_dir), self.generation, node_id)
 
     def order(self, order: StopOrder) -> None:
-        """Tell all its supervisors."""
+        """Write a stop order for all its supervisors."""
         for node_id in self.nodes:
             self.folder(node_id).write_order(order)
 
@@ -103,19 +103,19 @@ class GangRecord:
     def from_json(cls, raw: Mapping[str, Any]) -> GangRecord:
         """Inverse of ``asdict``."""
         slots = tuple(Slot(*slot) for slot in raw["placement"])
-        # Records of a version that knew no changes in place have no ids.
+        # Records of versions without changes in place have no ids.
         return cls(**{**raw, "placement": slots, "ids": tuple(raw.get("ids", ())), "lost": tuple(raw.get("lost", ()))})
 
 
 @dataclass(slots=True, kw_only=True)
 class JobRecord:
-    """One job: its gangs that are not forgotten, and what must outlast them."""
+    """One job: its gangs that are not forgotten, and what must be kept after them."""
 
     job_id: str
     latest: int = 0
-    """Highest generation ever applied: lower ones are ignored for ever."""
+    """Highest generation ever applied; lower ones are ignored forever."""
     incarnation_dirs: dict[int, str] = field(default_factory=dict)
-    """For reading logs of forgotten gangs."""
+    """Folders by incarnation, for reading the logs of forgotten gangs."""
     gangs: dict[int, GangRecord] = field(default_factory=dict)
 
     @classmethod

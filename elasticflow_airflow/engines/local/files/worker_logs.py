@@ -1,7 +1,7 @@
-"""Worker logs: segments named by the byte at which they begin, so that offsets go on across rotations.
+"""Worker logs: segments named by their first byte, so that offsets continue across rotations.
 
 ``g000001-r000.log.000000000000`` holds the log from byte 0 on; ``g000001-r000.log`` links to the newest segment, for
-people. Standard library only: supervisors import it.
+human readers. Standard library only: supervisors import it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEX
 
 
 def segments(logs_dir: Path, name: str) -> list[tuple[int, Path]]:
-    """Start offset and path of each segment that is there, oldest first."""
+    """Return start offset and path of each existing segment, oldest first."""
     prefix = f"{name}.log."
     try:
         with os.scandir(logs_dir) as entries:
-            # A script may put anything there: a link or a pipe is no segment.
+            # A script can put anything there: links and pipes are not segments.
             names = [one.name for one in entries if one.name.startswith(prefix) and one.is_file(follow_symlinks=False)]
-    except (FileNotFoundError, NotADirectoryError):  # a script may have put a file in its place
+    except (FileNotFoundError, NotADirectoryError):  # a script can put a file in its place
         return []
     return sorted((int(name[len(prefix) :]), logs_dir / name) for name in names if _START.fullmatch(name, len(prefix)))
 
 
 @dataclass(frozen=True, slots=True)
 class LogRead:
-    """A piece of a log; ``at_end``: nothing more is there now."""
+    """A piece of a log; ``at_end``: there is nothing after it at present."""
 
     data: bytes
     start_offset: int
@@ -43,7 +43,7 @@ class LogRead:
 
 
 def read(logs_dir: Path, name: str, offset: int, limit: int) -> LogRead:
-    """Read up to ``limit`` bytes from an absolute offset; begins later when that part was rotated away."""
+    """Read up to ``limit`` bytes from an absolute offset, or from a later one if that part was rotated away."""
     there = segments(logs_dir, name)
     if not there:
         return LogRead(b"", offset, True)
@@ -54,7 +54,7 @@ def read(logs_dir: Path, name: str, offset: int, limit: int) -> LogRead:
         next_start = there[index + 1][0] if index + 1 < len(there) else None
         if next_start is not None and position >= next_start:
             continue
-        if position < start:  # Something is missing between the two.
+        if position < start:  # There is a gap between the two segments.
             if position > offset:
                 return _joined(pieces, offset, False)
             offset = position = start
@@ -63,7 +63,7 @@ def read(logs_dir: Path, name: str, offset: int, limit: int) -> LogRead:
                 file.seek(position - start)
                 piece = file.read(limit - (position - offset))
         except (FileNotFoundError, NotADirectoryError):
-            # Rotated away since the folder was listed: what is left begins later.
+            # Rotated away since the folder was listed: the remaining log begins later.
             return read(logs_dir, name, next_start or offset, limit) if not pieces else _joined(pieces, offset, False)
         pieces.append(piece)
         position += len(piece)
@@ -74,7 +74,7 @@ def read(logs_dir: Path, name: str, offset: int, limit: int) -> LogRead:
 
 
 def tail(logs_dir: Path, name: str, limit: int) -> bytes:
-    """The last ``limit`` bytes."""
+    """Return the last ``limit`` bytes."""
     there = segments(logs_dir, name)
     if not there:
         return b""
@@ -83,7 +83,7 @@ def tail(logs_dir: Path, name: str, limit: int) -> bytes:
 
 
 class LogWriter:
-    """Appends to a worker's log and rotates it. A full disk loses lines, never the training."""
+    """Appends to a worker's log and rotates it. A full disk loses lines but never stops the training."""
 
     def __init__(
         self, logs_dir: Path, name: str, segment_bytes: int = SEGMENT_BYTES, keep: int = KEEP_SEGMENTS
@@ -97,7 +97,7 @@ class LogWriter:
         self.lost_bytes = 0
 
     def write(self, data: bytes) -> None:
-        """Append; what the disk does not take is counted and named in the log once there is room again."""
+        """Append data; bytes lost to a full disk are counted and noted in the log once there is space again."""
         if self.lost_bytes:
             data = f"[elasticflow: {self.lost_bytes} bytes of output lost, the disk was full]\n".encode() + data
         try:
@@ -109,7 +109,7 @@ class LogWriter:
             self.lost_bytes = 0
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._close_descriptor()
 
     def _append(self, data: bytes) -> None:

@@ -1,6 +1,6 @@
-"""Which NVIDIA GPUs this machine has, asked of the driver's own library: torch is not imported for that.
+"""Finds the NVIDIA GPUs of this machine through the driver's own library, without importing torch.
 
-A GPU that is divided (MIG) counts as its instances: each is a device of its own, and a process sees one at most.
+A partitioned GPU (MIG) counts as its instances: each is a device of its own, and a process sees at most one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ logger = logging.getLogger("elasticflow.engine")
 
 _NAME_BYTES = 96
 _DRIVER_NOT_LOADED = 9
-"""NVML's word for a library without a GPU: nothing to complain about."""
+"""NVML status for a library without a GPU: not worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device: its unique name, as CUDA_VISIBLE_DEVICES takes it, and its model."""
+    """One device: its UUID, as accepted in CUDA_VISIBLE_DEVICES, and its model."""
 
     uuid: str
     model: str
@@ -28,28 +28,27 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU as the driver counts them; ``instances`` None: it is not divided."""
+    """A GPU as counted by the driver; ``instances`` None: it is not partitioned."""
 
     gpu: Gpu
     instances: tuple[Gpu, ...] | None = None
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
-        """What processes can use of it."""
+        """The devices that processes can use."""
         return (self.gpu,) if self.instances is None else self.instances
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """GPUs of this machine, less those that CUDA_VISIBLE_DEVICES hides. None without a driver. Raises ValueError."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES does not hide; empty without a driver. Raises ValueError."""
     return choose_visible(_ask_driver(), environ)
 
 
 def choose_visible(cards: Sequence[Card], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """What CUDA_VISIBLE_DEVICES leaves of the cards, in its order: numbers, or unique names and what they begin with.
+    """Select cards as CUDA_VISIBLE_DEVICES does, in its order: by number, UUID or UUID prefix.
 
-    Like CUDA, an entry that names nothing, or not one thing, ends the list; one that names a device twice empties it.
-    A divided GPU's number or name stands for all of its instances. Raises ValueError where numbers do not say which
-    GPUs are meant.
+    As in CUDA, an entry that matches no device, or more than one, ends the list; a device named twice empties it. The
+    number or UUID of a partitioned GPU stands for all of its instances. Raises ValueError when numbers are ambiguous.
     """
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
@@ -84,7 +83,7 @@ def _named_by(entry: str, cards: Sequence[Card]) -> tuple[Gpu, ...]:
 def _refuse_ambiguous_numbers(
     cards: Sequence[Card], chosen: Sequence[Gpu], environ: Mapping[str, str], wanted: str
 ) -> None:
-    """CUDA counts the fastest GPU first, the driver goes by bus: the same only where all are of one model."""
+    """Raise ValueError when numbers are ambiguous: CUDA counts by speed, the driver by bus, so models must be equal."""
     everything = sum(len(card.devices) for card in cards)
     if len({card.gpu.model for card in cards}) < 2 or len(chosen) == everything:
         return
@@ -118,7 +117,7 @@ def _ask_driver() -> tuple[Card, ...]:
 
 
 def _card(nvml: Any, index: int) -> Card:
-    """One GPU. What cannot be asked keeps its number, so that the others keep theirs, and offers no device."""
+    """Return one GPU. One that cannot be queried keeps its number, so that the others do, and has no devices."""
     handle = ctypes.c_void_p()
     status = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
     gpu = _described(nvml, handle) if status == 0 else None
@@ -136,7 +135,7 @@ def _described(nvml: Any, handle: ctypes.c_void_p) -> Gpu | None:
 
 
 def _instances(nvml: Any, handle: ctypes.c_void_p) -> tuple[Gpu, ...] | None:
-    """Return the MIG instances of a GPU; None where it is not divided, or neither it nor the driver can do that."""
+    """Return the MIG instances of a GPU; None when it is not partitioned, or GPU or driver do not support MIG."""
     now, pending, most = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
     if (
         not hasattr(nvml, "nvmlDeviceGetMigMode")

@@ -1,4 +1,4 @@
-"""Checks that a training interpreter is there and has torch, once per interpreter and change of it."""
+"""Checks that a training interpreter exists and has torch, once per interpreter and modification time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIMIT_S = 60.0
 
 
 class InterpreterCheck:
-    """Remembers which interpreters were found good, by path and time of change."""
+    """Caches the interpreters that passed the check, by path and modification time."""
 
     def __init__(self) -> None:
         self._good: set[tuple[str, int]] = set()

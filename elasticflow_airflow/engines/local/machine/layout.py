@@ -1,6 +1,6 @@
-"""How this machine is divided into nodes and slots: a slot is a GPU, or a share of the cores where there is none.
+"""Divides this machine into nodes and slots: a slot is a GPU or, without GPUs, a share of the CPU cores.
 
-One machine may be presented as several virtual nodes, so that placement, spanning and migration really happen.
+One machine can be presented as several virtual nodes, so that placement, spanning and migration really happen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_DEFAULT_CPU_SLOTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotLayout:
-    """One slot. ``lock_name`` is the same in every service of this machine; ``cores`` empty: not pinned."""
+    """One slot. All services of this machine use the same ``lock_name``; ``cores`` empty: not pinned."""
 
     lock_name: str
     cores: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class NodeLayout:
 
 
 def parse_virtual_nodes(text: str) -> tuple[int, int]:
-    """Read "4x2": 4 nodes of 2 slots. Raises ValueError."""
+    """Parse "4x2" as 4 nodes of 2 slots each. Raises ValueError."""
     nodes, _, slots = text.lower().partition("x")
     if not (nodes.isdigit() and slots.isdigit() and int(nodes) and int(slots)):
         raise ValueError(f'virtual nodes {text!r}: write NODESxSLOTS, for instance "4x2"')
@@ -50,7 +50,7 @@ def parse_virtual_nodes(text: str) -> tuple[int, int]:
 def detect_nodes(
     slots: int | None = None, virtual_nodes: str | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[NodeLayout, ...]:
-    """Divide this machine. ``slots`` defaults to all GPUs, or to the cores, at most four. Raises ValueError."""
+    """Divide this machine. ``slots`` defaults to all GPUs, or else to the cores (at most 4). Raises ValueError."""
     environ = os.environ if environ is None else environ
     gpus = _of_one_model(visible_gpus(environ), explicit="CUDA_VISIBLE_DEVICES" in environ)
     cores = sorted(os.sched_getaffinity(0))
@@ -82,9 +82,9 @@ def detect_nodes(
 
 
 def _of_one_model(gpus: Sequence[Gpu], *, explicit: bool) -> Sequence[Gpu]:
-    """Return GPUs on which the same training gives the same weights: those of one model, the one that most have.
+    """Return the GPUs of the most common model, so that the same training gives the same weights on all of them.
 
-    Raises ValueError where the user named others as well.
+    Raises ValueError when the user explicitly named GPUs of several models.
     """
     models = [gpu.model for gpu in gpus]
     if len(set(models)) < 2:
@@ -106,10 +106,10 @@ def _of_one_model(gpus: Sequence[Gpu], *, explicit: bool) -> Sequence[Gpu]:
 
 
 def _gpu_slots(gpus: Sequence[Gpu], total: int, cores: int) -> list[SlotLayout]:
-    # Not pinned: a GPU worker's data loaders want whatever cores are free.
+    # Not pinned: the data loaders of a GPU worker should use any free cores.
     threads = max(1, cores // len(gpus))
     return [
-        # Older drivers put slashes into the names of MIG instances.
+        # Older drivers use slashes in the names of MIG instances.
         SlotLayout(lock_name=f"gpu-{gpu.uuid.replace('/', '-')}", threads=threads, gpu=gpu.uuid)
         for gpu in gpus[:total]
     ]

@@ -1,4 +1,4 @@
-"""Processes, named by pid *and* start time, so that a reused pid is never taken for the process that had it.
+"""Processes, identified by pid *and* start time, so that a reused pid is never mistaken for the earlier process.
 
 Reads /proc (Linux). Standard library only: supervisors import it.
 """
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 _STAT_STATE, _STAT_PPID, _STAT_PGRP, _STAT_USER, _STAT_SYSTEM, _STAT_START, _STAT_EXIT = 0, 1, 2, 11, 12, 19, 49
-"""Positions in /proc/PID/stat after the command name (whose field 2 may hold spaces); 19 is field 22."""
+"""Positions in /proc/PID/stat after the command name (field 2, which may contain spaces); 19 is field 22."""
 _EXEC_LOOKS, _EXEC_LOOK_S = 20, 0.02
 _WORKER_MARK = b"ELASTICFLOW_CORES="
-"""In the environment of every trainer and of what it starts."""
+"""Present in the environment of every trainer and of its child processes."""
 
 
 def boot_id() -> str:
-    """Identifies this boot of the machine: start times are counted from it."""
+    """Return the id of the current boot, from which start times are counted."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that is or was. ``start`` is field 22 of /proc/PID/stat, in clock ticks since boot."""
+    """A process that exists or existed. ``start`` is field 22 of /proc/PID/stat, in clock ticks since boot."""
 
     pid: int
     start: int
@@ -34,7 +34,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """Identify a process that is there now; None when it is not (or only a zombie is left)."""
+        """Identify an existing process; None when there is none (or only a zombie)."""
         stat = _stat(pid)
         if stat is None or stat[_STAT_STATE] in "ZX":
             return None
@@ -42,7 +42,7 @@ class ProcessId:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any] | None) -> ProcessId | None:
-        """Inverse of :meth:`to_json`. Raises TypeError, KeyError and ValueError for what is no process."""
+        """Inverse of :meth:`to_json`. Raises TypeError, KeyError or ValueError when ``raw`` is not a process."""
         if raw is None:
             return None
         found = cls(raw["pid"], raw["start"], raw["boot"])
@@ -51,15 +51,15 @@ class ProcessId:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the process as JSON values."""
         return {"pid": self.pid, "start": self.start, "boot": self.boot}
 
     def is_alive(self) -> bool:
-        """Whether this very process is still there; a zombie is not."""
+        """Return whether exactly this process still exists and is not a zombie."""
         return ProcessId.of(self.pid) == self
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Signal this very process, nothing when it is gone. By pidfd: the pid cannot change hands between."""
+        """Signal exactly this process, if it still exists; by pidfd, so that the pid cannot be reused in between."""
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -74,27 +74,27 @@ class ProcessId:
 
 
 def group_led_by(leader: ProcessId) -> list[ProcessId]:
-    """Processes of the group that this very process leads, or led: a trainer, and what it started.
+    """Return the processes of the group that ``leader`` leads or led: a trainer and its child processes.
 
-    A group's number is its leader's pid, which nobody else gets while a member lives. Afterwards both may go to
-    strangers: whoever has the pid now must be the leader itself, and without one the members must be our workers.
+    A group's number is its leader's pid, which is not reused while a member is alive. Afterwards both can be reused:
+    a process with that pid must be the leader itself, and without one the members must be our workers.
     """
     if leader.boot != boot_id():
         return []
     members = _where(_STAT_PGRP, leader.pid)
-    stat = _stat(leader.pid)  # Unlike ProcessId.of, this shows a zombie: it still holds its pid.
+    stat = _stat(leader.pid)  # Unlike ProcessId.of, this includes zombies, which still hold their pid.
     if stat is not None:
         return members if int(stat[_STAT_START]) == leader.start else []
     return [process for process in members if _is_marked(process.pid)]
 
 
 def children_of(pid: int) -> list[ProcessId]:
-    """Direct children that are not zombies."""
+    """Return the direct children that are not zombies."""
     return _where(_STAT_PPID, pid)
 
 
 def unread_exit_code(pid: int, parent_pid: int) -> int | None:
-    """How a child of another process ended, -N by signal N, while that has not asked yet (a zombie); else None."""
+    """Return the exit code (-N: signal N) of a zombie whose parent has not waited for it yet; otherwise None."""
     stat = _stat(pid)
     if stat is None or stat[_STAT_STATE] != "Z" or int(stat[_STAT_PPID]) != parent_pid:
         return None
@@ -102,7 +102,7 @@ def unread_exit_code(pid: int, parent_pid: int) -> int | None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """How long a process has computed so far; 0 when it is not there."""
+    """Return the CPU time of a process so far, in seconds; 0 when it does not exist."""
     stat = _stat(pid)
     return 0.0 if stat is None else (int(stat[_STAT_USER]) + int(stat[_STAT_SYSTEM])) / os.sysconf("SC_CLK_TCK")
 
@@ -127,7 +127,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _is_marked(pid: int) -> bool:
-    """Whether a process has a worker's environment. One that is just being executed shows none for a moment."""
+    """Return whether a process has a worker's environment. During exec, a process briefly shows none."""
     for _ in range(_EXEC_LOOKS):
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()

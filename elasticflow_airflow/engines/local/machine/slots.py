@@ -1,6 +1,7 @@
-"""One lock file a slot in a machine-wide folder: no slot is given to two gangs, whichever services run them.
+"""One lock file per slot in a machine-wide folder: no two gangs get the same slot, whichever services run them.
 
-A supervisor holds the locks of its slots for as long as workers of it may live; the kernel lets go when it dies.
+A supervisor holds the locks of its slots for as long as its workers may be alive; the kernel releases them when it
+dies.
 Standard library only: supervisors import it.
 """
 
@@ -19,22 +20,22 @@ from typing import Any
 from elasticflow_airflow.runtime.protocol import open_ordinary
 
 _PATIENCE_S = 2.0
-"""How long a supervisor tries: an inventory may look at the lock in the same moment."""
+"""How long a supervisor retries: an inventory may be testing the lock at the same moment."""
 
 _LARGEST_BYTES = 1 << 16
 
 
 class SlotHeldError(Exception):
-    """Somebody else holds the slot; the message says who."""
+    """The slot is held already; the message names the holder."""
 
 
 def default_lock_dir() -> Path:
-    """Machine-wide folder of this user's slot locks."""
+    """Return the machine-wide folder of this user's slot locks."""
     return Path(tempfile.gettempdir()) / f"elasticflow-slots-{os.getuid()}"
 
 
 def prepare_lock_dir(lock_dir: Path) -> None:
-    """Make the folder, private. Raises OSError when it belongs to somebody else or is no folder."""
+    """Create the folder, private to this user. Raises OSError when another user owns it or it is not a folder."""
     lock_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = lock_dir.lstat()
     if found.st_uid != os.getuid() or not lock_dir.is_dir() or lock_dir.is_symlink():
@@ -44,7 +45,7 @@ def prepare_lock_dir(lock_dir: Path) -> None:
 
 
 def acquire(lock_dir: Path, lock_name: str, holder: dict[str, Any]) -> int:
-    """Take a slot and write who holds it; returns the descriptor to keep open. Raises SlotHeldError."""
+    """Lock a slot, write its holder and return the descriptor to keep open. Raises SlotHeldError."""
     path = lock_dir / f"{lock_name}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline_s = time.monotonic() + _PATIENCE_S
@@ -64,13 +65,13 @@ def acquire(lock_dir: Path, lock_name: str, holder: dict[str, Any]) -> int:
 
 
 def holder_of(lock_dir: Path, lock_name: str) -> dict[str, Any] | None:
-    """Who holds a slot now, as written by the holder; None when it is free."""
+    """Return the present holder of a slot, as written by it; None when the slot is free."""
     path = lock_dir / f"{lock_name}.lock"
     with _opened(path) as descriptor:
         if descriptor is None:
             return None
         try:
-            # Shared: two inventories do not see each other, and nothing is written.
+            # Shared: concurrent inventories do not disturb each other, and nothing is written.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return _read(path)
@@ -78,7 +79,7 @@ def holder_of(lock_dir: Path, lock_name: str) -> dict[str, Any] | None:
 
 
 def describe(holder: dict[str, Any]) -> str:
-    """A sentence that names the holder."""
+    """Return a phrase that names the holder."""
     if not {"job_id", "state_dir", "pid"} <= holder.keys():
         return "another process (its lock file does not say which)"
     return f"job {holder['job_id']} of the service in {holder['state_dir']} (supervisor pid {holder['pid']})"
@@ -102,5 +103,5 @@ def _read(path: Path) -> dict[str, Any]:
         with open_ordinary(path) as file:
             value = json.loads(file.read(_LARGEST_BYTES) or "{}")
     except (ValueError, RecursionError, OSError):
-        return {}  # The holder is just writing it, or somebody else has.
+        return {}  # The holder is writing it right now, or another process has.
     return value if isinstance(value, dict) else {}

@@ -1,6 +1,7 @@
-"""Asks trainers what they are doing, by a signal, and reads what they write. Never sends it to whom it would end.
+"""Requests the stacks of trainers by a signal and reads their output. Never signals a process that it would kill.
 
-Whoever has the handler says so by its file (``runtime.stacks``); whether it still has it, the kernel knows.
+A process that has installed the handler has a file (``runtime.process.stacks``); the kernel tells whether the handler
+is still installed.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from elasticflow_airflow.runtime.process.stacks import SIGNAL
 from elasticflow_airflow.runtime.protocol import open_ordinary
 
 LIMIT_S = 5.0
-"""How long a trainer may take to answer (it may be stopped, or its machine busy)."""
+"""How long a trainer may take to answer (it may be stopped, or the machine busy)."""
 MOST_BYTES = 64 * 1024
-"""Of one trainer's answer."""
+"""Limit on one trainer's answer."""
 _LOOK_S = 0.05
 _OUTERMOST = ("in <module>", "in _run_module_as_main", "  ...")
-"""How the last line of an answer ends: the main thread comes last, its outermost frame (or what is left out) lowest."""
+"""Ends of the last line of an answer: the main thread comes last, with its outermost frame (or "...") at the end."""
 _SETTLED_LOOKS = 4
-"""Other lines may end so, too: an answer is whole when it has not grown for so many looks since."""
+"""Other lines can end like this, too: an answer is complete when it has not grown for this many polls."""
 _QUIET_LOOKS = 30
-"""The same where it ends with another line: it is written in small pieces, and a busy machine rests between them."""
+"""Same, for answers that end with another line: they are written in small pieces, with pauses on a busy machine."""
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class _Asked:
 
 
 def ask(trainers: Mapping[str, tuple[ProcessId | None, Path]], limit_s: float = LIMIT_S) -> dict[str, str]:
-    """The stacks of each trainer (its process and its file) by worker id, or a sentence why they cannot be had."""
+    """Return each trainer's stacks by worker id, or a sentence why not; ``trainers`` has processes and files."""
     found: dict[str, str] = {}
     asked: dict[str, _Asked] = {}
     for worker_id, (process, path) in trainers.items():
@@ -70,7 +71,7 @@ def ask(trainers: Mapping[str, tuple[ProcessId | None, Path]], limit_s: float = 
 
 
 def handles(pid: int, number: int = SIGNAL) -> bool:
-    """Whether a process has a handler for a signal, by /proc: without one it would end the process."""
+    """Return whether a process handles a signal, by /proc: without a handler the signal would kill it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, PermissionError, ProcessLookupError):
@@ -80,14 +81,14 @@ def handles(pid: int, number: int = SIGNAL) -> bool:
 
 
 def _ask(process: ProcessId | None, path: Path) -> str | None:
-    """Send the signal; why not, if not."""
+    """Send the signal; return the reason if it was not sent, else None."""
     if process is None or not process.is_alive():
         return "(it is starting, or has just ended: there is no process to ask)"
     if not path.exists():
         return "(its script has not begun yet, or it was started by a version that cannot be asked)"
     if not handles(process.pid):
         return "(its script has taken the handler away: a signal would end it, so it was not asked)"
-    os.truncate(path, 0)  # It is written at its end, wherever that is.
+    os.truncate(path, 0)  # The trainer appends, so its answer starts at 0.
     process.kill(SIGNAL)
     return None
 

@@ -1,4 +1,4 @@
-"""The supervisor's side of the fork server: asks for agents, hears of their pids and ends. Standard library only."""
+"""Supervisor's side of the fork server: requests agents, receives their pids and exits. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _CLOSE_LIMIT_S = 10.0
 
 
 class ForkServer:
-    """One per supervisor; it ends with it. ``pids`` and ``exit_codes`` are by worker id, as far as heard.
+    """A supervisor's fork server, which ends with it. ``pids`` and ``exit_codes`` are by worker id, as far as received.
 
-    ``adopted`` is a channel on which the warm pool provides the server. It is no child of ours then, and nobody can say
-    how it ends; it leaves when our end of the channel closes. One that ends before it was ``warm`` is ``useless``: no
-    agent should be asked of it.
+    ``adopted`` is a channel to a server provided by the warm pool. Such a server is not our child, so its exit status
+    is unknown; it ends when our end of the channel closes. One that ends before it was ``warm`` is ``useless``: no
+    agent should be requested from it.
     """
 
     def __init__(
         self, python: str, env: Mapping[str, str], cwd: Path, output: int, adopted: socket.socket | None = None
     ) -> None:
-        """Start it, from the main thread: its life is tied to the thread that spawns it."""
+        """Start the server. Call this in the main thread: the server's life is tied to the thread that spawns it."""
         self.pids: dict[str, int] = {}
         self.exit_codes: dict[str, int] = {}
         self.warm = self.useless = False
@@ -56,39 +56,39 @@ class ForkServer:
 
     @property
     def is_adopted(self) -> bool:
-        """Whether it came from the warm pool."""
+        """Whether the server is from the warm pool."""
         return self._process is None
 
     @property
     def pid(self) -> int | None:
-        """Pid of the server; None while it is not known."""
+        """Pid of the server; None while unknown."""
         if self._process is not None:
             return self._process.pid
         return None if self._identity is None else self._identity.pid
 
     @property
     def cpu_s(self) -> float:
-        """How long it has computed so far; 0 while its pid is not known."""
+        """CPU time of the server so far, in seconds; 0 while its pid is unknown."""
         return 0.0 if self.pid is None else cpu_seconds(self.pid)
 
     def ask(self, worker_id: str, arguments: Sequence[str], env: Mapping[str, str], output: int) -> None:
-        """Ask for an agent; the request waits in the socket until the imports are done."""
+        """Request an agent; the request waits in the socket until the imports are done."""
         self._asked.append(worker_id)
         self._send({"worker_id": worker_id, "arguments": list(arguments), "env": dict(env)}, output)
 
     def poll(self) -> None:
-        """Take in what the server has said; when it died, its agents died with it."""
+        """Process the server's messages. When the server has died, its agents have died with it."""
         hung_up = self._take_in()
         code = self._process.poll() if self._process is not None else (-9 if hung_up else None)
         if code is not None:
             self.useless = self.is_adopted and not self.warm
-            self.warm = True  # As warm as it will ever be: nobody should wait for it.
+            self.warm = True  # It will never get warmer: callers should not wait for it.
             for worker_id in self._asked:
-                # Agents got SIGKILL from the kernel; without an agent, the server's own end is what there is to tell.
+                # The kernel killed the agents (SIGKILL). For workers without one, report the server's exit code.
                 self.exit_codes.setdefault(worker_id, -9 if worker_id in self.pids else code or 1)
 
     def kill(self) -> None:
-        """End it, and every agent with it."""
+        """Kill the server, and every agent with it."""
         if self._process is not None:
             self._process.kill()
         elif self._identity is not None:
@@ -98,13 +98,13 @@ class ForkServer:
                 self._channel.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """All agents have ended: hang up and wait for its end."""
+        """Hang up and wait for the server's end. All agents must have ended."""
         if self._process is not None:
             self._channel.close()
             self._process.kill()
             self._process.wait()
             return
-        # It ends what the workers have left behind, and then itself, which shows as the end of its side.
+        # It ends the workers' leftover processes and then itself.
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
         end_s = time.monotonic() + _CLOSE_LIMIT_S
@@ -114,7 +114,7 @@ class ForkServer:
         self._channel.close()
 
     def _take_in(self) -> bool:
-        """Read all that is there; True when the other side has hung up."""
+        """Read all pending messages; return True when the other side has hung up."""
         while True:
             try:
                 message = self._channel.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)
@@ -133,6 +133,6 @@ class ForkServer:
             known[answer["worker_id"]] = answer.get("pid", answer.get("exit_code"))
 
     def _send(self, message: Mapping[str, object], descriptor: int) -> None:
-        # A server that has died already shows in poll(), with the exit status that tells more.
+        # A dead server is detected by poll(), whose exit status is more informative.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._channel, [json.dumps(message).encode()], [descriptor])

@@ -1,4 +1,4 @@
-"""Progress of plain scripts, which report nothing: read from rank 0's output or from a file that it writes.
+"""Progress of plain scripts, which send no reports: read from rank 0's output or from a file that it writes.
 
 Standard library only: supervisors use it.
 """
@@ -22,7 +22,7 @@ _QUOTED = 100
 
 @dataclass(slots=True, kw_only=True)
 class PlainProgress:
-    """Turns what a plain script shows into ``progress`` reports of its rank 0, at most two a second.
+    """Turns the output of a plain script into ``progress`` reports of its rank 0, at most two per second.
 
     ``regex`` is searched in each line; group ``step`` (or the first) is the number of steps done, group ``loss`` is
     optional. ``file`` holds the step, or JSON with ``step`` and ``loss``.
@@ -49,7 +49,7 @@ class PlainProgress:
                 raise ValueError(f"progress_regex={self.regex!r} needs a group for the step: (?P<step>\\d+)")
 
     def feed(self, data: bytes) -> None:
-        """Look through output of rank 0."""
+        """Search output of rank 0 for progress."""
         if self._pattern is None:
             return
         *lines, self._rest = (self._rest + data).replace(b"\r", b"\n").split(b"\n")
@@ -61,7 +61,7 @@ class PlainProgress:
                 self._take(groups.get("step", match.group(1)), groups.get("loss"))
 
     def poll(self, *, last: bool = False) -> None:
-        """Look at the file and report what is new; ``last``: without waiting for the interval."""
+        """Read the file and report new progress; ``last``: without waiting for the interval."""
         if self.file is not None:
             self._read_file(self.file)
         if last and self._rest:
@@ -115,7 +115,7 @@ class PlainProgress:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
-            return  # Caught in the middle of a write: the next look finds it whole.
+            return  # Read in the middle of a write: the next poll finds it complete.
         self._file_time = written
         if isinstance(value, dict):
             self._take(value.get("step"), value.get("loss"))

@@ -2,8 +2,9 @@
 
 ``python -m elasticflow_airflow.engines.local.workers.supervisor FOLDER [FD]``, with ``{"secret_env": {...}}`` on
 standard input; FD is a channel to a fork server of the warm pool.
-It holds the locks of its slots, spawns a torchrun agent per worker, keeps their output, watches orders and lease,
-and writes down what is. It imports neither torch nor the service: killed with ``kill -9``, it takes its workers along.
+It holds the locks of its slots, spawns a torchrun agent per worker, stores their output, watches orders and lease, and
+writes the actual state. It imports neither torch nor the service. When it is killed with ``kill -9``, its workers die
+with it.
 """
 
 from __future__ import annotations
@@ -48,23 +49,23 @@ from elasticflow_airflow.times import duration
 TICK_S = 0.1
 GO_TICK_S = 0.02
 POOL_LIMIT_S = 20.0
-"""A fork server of the warm pool that is not there after so long is replaced by one of our own."""
+"""A fork server of the warm pool that is not ready after this time is replaced by one of our own."""
 WARMING_TICK_S = 1.0
 WARMING_CPU_LIMIT_S = 120.0
-"""Imports that have computed for longer do not get on, they turn in circles."""
+"""Imports with more CPU time than this count as stuck in a loop, not as making progress."""
 EXIT_NOT_NEEDED = 3
-"""Exit status: another supervisor is there, or nothing was asked of this one."""
+"""Exit status: another supervisor is running, or this one was never given anything to do."""
 PLAIN_DELAY_S = 1.0
 """A script without a session gets this long to end by itself before SIGTERM."""
 BROKEN_GRACE_S = 3.0
-"""When one worker has failed, the others cannot go on: so long after SIGTERM they are killed."""
+"""When one worker has failed, the others cannot continue: they are killed this long after SIGTERM."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 logger = logging.getLogger("elasticflow.supervisor")
 
 
 class Supervisor:
-    """The loop and its state. Everything that matters to others is in ``status``."""
+    """The supervisor's loop and state. Everything relevant to other processes is in ``status``."""
 
     def __init__(self, folder: SupervisorFolder, spec: SupervisorSpec, pool: socket.socket | None = None) -> None:
         self._folder, self._spec, self._pool = folder, spec, pool
@@ -88,12 +89,12 @@ class Supervisor:
         self._progress: PlainProgress | None = None
 
     def run(self, secret_env: dict[str, str]) -> bool:
-        """Run the workers to their end. False: nothing was ever asked of them, and nothing was started."""
+        """Run the workers to their end. Return False when ``go`` never came and nothing was started."""
         try:
             outputs = self._warm_up(secret_env)
             if not self._wait_for_go():
                 assert self._server is not None
-                self._server.close()  # One that hangs before it has tied its life to ours would stay.
+                self._server.close()  # A server that hangs before it has tied its life to ours would survive.
                 return False
             self._progress = self._plain_progress()
             self._lock_slots()
@@ -116,17 +117,17 @@ class Supervisor:
         if self._server is not None:
             self._server.close()
         self._end_orphans()
-        self._release_slots()  # Before the last word: who reads it finds the slots free.
+        self._release_slots()  # Before the final status, so that its readers find the slots free.
         self.status.ended = True
         self._write_status(insist=True)
         return True
 
     def ask_to_leave(self, reason: str) -> None:
-        """For signal handlers: leave at the next turn of the loop."""
+        """Request to leave at the next iteration of the loop; safe in signal handlers."""
         self._asked = reason
 
     def leave(self, reason: str) -> None:
-        """Have the workers save and leave because the supervisor itself is asked to (signal, lease)."""
+        """Make the workers save and leave because of a signal to the supervisor or an expired lease."""
         if self.status.told:
             return
         plan = Membership.read(self._incarnation_dir)
@@ -148,15 +149,15 @@ class Supervisor:
             self._locks[worker.worker_id] = slots.acquire(lock_dir, worker.lock_name, holder)
 
     def _release_slots(self) -> None:
-        """Give back the slots of workers that have ended: others may come there while the rest goes on."""
+        """Release the slots of workers that have ended, for others to use while the rest continues."""
         for worker_id, worker in self._workers.items():
             if worker.status.ended and worker_id in self._locks:
                 os.close(self._locks.pop(worker_id))
 
     def _warm_up(self, secret_env: dict[str, str]) -> list[int]:
-        """Have torch imported, while the generation before may still train; returns where the workers will write."""
+        """Begin importing torch while the previous generation may still train; return the workers' output pipes."""
         outputs = [worker.open_output() for worker in self._workers.values()]
-        # What the server has to complain about belongs in the first worker's log.
+        # Error output of the server belongs in the first worker's log.
         env = {**self._spec.env, **self._spec.workers[0].env, **secret_env}
         self._server = ForkServer(self._spec.python, env, self._folder.path, outputs[0], self._pool)
         self._colder = lambda: ForkServer(self._spec.python, env, self._folder.path, outputs[0])
@@ -208,12 +209,12 @@ class Supervisor:
         self._write_status(insist=True)
 
     def _end_orphans(self) -> None:
-        """End what workers left behind outside their process groups: as a subreaper, it is our child now."""
+        """Kill leftover processes outside the workers' groups: they are our children, as we are a subreaper."""
         for process in children_of(os.getpid()):
             logger.warning("ending pid %s, left behind by a worker", process.pid)
             process.kill()
 
-    # One turn of the loop.
+    # One iteration of the loop.
 
     def _move_output(self, limit_s: float) -> None:
         outputs = {worker.output: worker for worker in self._workers.values() if worker.output is not None}
@@ -242,9 +243,10 @@ class Supervisor:
             self._broken_s = time.monotonic()
 
     def _is_failure(self, worker: Worker) -> bool:
-        """Whether a worker's end is that of all.
+        """Return whether the end of a worker means the end of all.
 
-        Not when it was killed and its session's others go on from memory, nor when it came to join and never did.
+        It does not when the worker was killed and the others in its session continue from memory, nor when it was to
+        join and never did.
         """
         status = worker.status
         if not status.ended or status.exit_code == 0:
@@ -255,7 +257,7 @@ class Supervisor:
         return not (died and worker.can_change_in_place())
 
     def _told_otherwise(self) -> bool:
-        """Whether a worker that left had reason to: an order, or a plan without it, that we have not read yet."""
+        """Return whether a worker left because of an order, or a plan without it, that was not read yet."""
         self._look_at_order()
         if self.status.told:
             return True
@@ -295,7 +297,7 @@ class Supervisor:
             self._told_s = time.monotonic()
             logger.info("told to leave: %s", order.reason or "no reason given")
         elif self._order is not None and not order.kill:
-            # Told again: the shorter grace holds.
+            # Repeated order: the shorter grace applies.
             order = replace(order, grace_s=min(order.grace_s, self._order.grace_s))
         self._order, self.status.told, self.status.reason = order, True, order.reason
 
@@ -342,10 +344,10 @@ class Supervisor:
     def _has_session(self) -> bool:
         return not self._spec.is_plain and any(worker.has_session() for worker in self._workers.values())
 
-    # Writing down.
+    # Writing status and progress.
 
     def _write_status(self, *, insist: bool = False) -> None:
-        """Write the status when it changed; ``insist``: try again while the disk is full, for a lease's time."""
+        """Write the status if it changed; ``insist``: retry for up to ``lease_s`` while the disk is full."""
         text = json.dumps(self.status.to_json())
         deadline_s = time.monotonic() + self._spec.lease_s
         while text != self._written:
@@ -354,7 +356,7 @@ class Supervisor:
                 self._written = text
             except OSError as error:
                 logger.error("status could not be written: %s", error)
-                passes = error.errno in OF_THE_MACHINE  # else a script has put something in its place
+                passes = error.errno in OF_THE_MACHINE  # otherwise a script has put something in its place
                 if not insist or not passes or time.monotonic() > deadline_s:
                     return
                 time.sleep(1.0)
@@ -386,7 +388,7 @@ class Supervisor:
 
 
 def main(folder_path: str, channel: str | None = None) -> int:
-    """Run the supervisor of a folder; another one that is there already wins."""
+    """Run the supervisor of a folder, unless another one is already running; return the exit status."""
     pool = None if channel is None else socket.socket(fileno=int(channel))
     folder = SupervisorFolder(Path(folder_path))
     lock = os.open(folder.path / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -396,7 +398,7 @@ def main(folder_path: str, channel: str | None = None) -> int:
         return EXIT_NOT_NEEDED
     secret_env = json.load(sys.stdin)["secret_env"]
     if folder.read_status() is not None:
-        return EXIT_NOT_NEEDED  # This generation had its supervisor, and its workers: it never starts again.
+        return EXIT_NOT_NEEDED  # This generation already had its supervisor and workers: it never starts again.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     supervisor = Supervisor(folder, folder.read_spec(), pool)

@@ -1,8 +1,8 @@
-"""The warm pool: processes that have imported torch, and what else is configured, before anybody asks.
+"""The warm pool: processes that have imported torch and the configured modules in advance.
 
-A job that starts from the pool saves the seconds of its imports, at its start and at every change of its workers. One
-process (``zygote.py`` of the runtime) serves all jobs of an interpreter whose environment agrees in what matters to
-imports; it lives as long as the engine that started it, and what was forked from it lives on. Part of the local engine.
+A job that starts from the pool saves its import time, at its start and at every change of its workers. One process
+(``zygote.py`` of the runtime) serves all jobs with the same interpreter and the same values of the variables that
+imports may read. It lives as long as the engine that started it; its forks outlive it. Part of the local engine.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KEEP = 3
-"""So many processes of the pool at most; the one that was not asked for longest has to go."""
+"""Maximum number of processes in the pool; the least recently used one is ended first."""
 _MATTERS = (
     *("PYTHON", "LD_", "OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "CUDA_", "TORCH", "PYTORCH_"),
     *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "USE_", "HOME", "XDG_", "TZ", "LC_", "LANG"),
 )
-"""Variables with such names may be read by an import; of all others the job's own values come early enough."""
+"""Prefixes of variables that imports may read; all others can be set later, by the job."""
 _SET_LATER = frozenset({"CUDA_VISIBLE_DEVICES", "HF_TOKEN"})
-"""Read when a device or the hub is used first."""
+"""Read only when a device or the hub is first used."""
 
 Key = tuple[str, int, tuple[tuple[str, str], ...]]
 
@@ -34,14 +34,14 @@ class _Zygote:
     control: socket.socket
 
     def end(self) -> None:
-        """Hang up, and wait for its end: it does nothing but import, and may be killed at any time."""
+        """Hang up, kill the process and wait for its end: it only imports, so it can be killed at any time."""
         self.control.close()
         self.process.kill()
         self.process.wait()
 
 
 class WarmPool:
-    """Hands out fork servers. ``modules`` are imported ahead, beside torch; ``folder`` takes the logs.
+    """Hands out fork servers. ``modules`` are imported in advance, besides torch; ``folder`` holds the logs.
 
     Not thread-safe: the engine's lock guards it.
     """
@@ -53,13 +53,13 @@ class WarmPool:
         self._zygotes: dict[Key, _Zygote] = {}
 
     def warm(self, python: str, env: Mapping[str, str]) -> None:
-        """Have a process for this interpreter and environment import, if none has yet."""
+        """Start a process for this interpreter and environment, if there is none yet."""
         self._zygote(self._key(python, env), env)
 
     def take(self, python: str, env: Mapping[str, str], secrets: Iterable[str] = ()) -> socket.socket | None:
-        """A channel to a fork server of the pool (see ``forking.py``); None when the pool cannot serve these.
+        """Return a channel to a fork server of the pool (see ``forking.py``); None when the pool cannot provide one.
 
-        ``env`` is what the workers will see but for secrets, of which only the names matter here.
+        ``env`` is the workers' environment without secrets, of which only the names matter here.
         """
         if any(self._is_read_by_imports(name) for name in secrets):
             return None
@@ -71,12 +71,12 @@ class WarmPool:
             try:
                 socket.send_fds(zygote.control, [b"fork"], [theirs.fileno()], socket.MSG_DONTWAIT)
             except OSError:
-                ours.close()  # It has just died, or hangs: the supervisor imports by itself.
+                ours.close()  # It has just died, or hangs: the supervisor does the imports itself.
                 return None
         return ours
 
     def close(self) -> None:
-        """End the processes of the pool; what was forked from them goes on."""
+        """End the processes of the pool; their forks continue."""
         for zygote in self._zygotes.values():
             zygote.end()
         self._zygotes.clear()
@@ -89,7 +89,7 @@ class WarmPool:
             try:
                 zygote = self._start(key[0], env)
             except OSError:
-                return None  # Without a pool jobs start all the same, and say what is wrong with the interpreter.
+                return None  # Jobs start without a pool, too, and then report what is wrong with the interpreter.
         self._zygotes[key] = zygote  # the newest last
         while len(self._zygotes) > KEEP:
             self._zygotes.pop(next(iter(self._zygotes))).end()
@@ -103,7 +103,7 @@ class WarmPool:
             try:
                 process = subprocess.Popen(
                     [python, "-m", "elasticflow_airflow.runtime.process.zygote", str(theirs.fileno()), *self._modules],
-                    # The mark by which what workers leave behind is known.
+                    # The variable that marks leftover processes of workers.
                     env={**plain, "ELASTICFLOW_CORES": "", "CUDA_VISIBLE_DEVICES": ""},
                     cwd=self._folder,
                     stdin=subprocess.DEVNULL,

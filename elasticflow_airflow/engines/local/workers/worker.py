@@ -1,4 +1,4 @@
-"""One worker as its supervisor sees it: the torchrun agent it spawned, the trainer below it, their output.
+"""One worker as its supervisor sees it: its torchrun agent, the trainer below it, their output.
 
 Standard library only: part of the supervisor process.
 """
@@ -34,7 +34,7 @@ from elasticflow_airflow.runtime.protocol import (
 
 
 def bootstrap_path() -> str:
-    """The file of runtime/bootstrap.py, found without importing it."""
+    """Return the path of runtime/bootstrap.py without importing it."""
     return str(Path(protocol.__file__).with_name("bootstrap.py"))
 
 
@@ -42,14 +42,14 @@ logger = logging.getLogger("elasticflow.supervisor")
 
 _PIPE_PIECE = 64 * 1024
 REST_LIMIT_S = 2.0
-"""What a trainer has left behind keeps its agent from seeing that it has ended; so long it may end by itself."""
+"""A trainer's leftover processes hide its end from the agent; they get this long to end by themselves."""
 AGENT_LIMIT_S = 5.0
-"""An agent that has not ended so long after its trainer has not heard of it and never will."""
+"""An agent that still runs this long after its trainer's end has missed that end for good."""
 RENDEZVOUS_LIMIT_S = 900
 
 
 class Worker:
-    """A worker that was started. ``status`` is what goes into the supervisor's status file."""
+    """One worker. ``status`` is its entry in the supervisor's status file."""
 
     def __init__(self, spec: SupervisorSpec, worker: WorkerSpec, folder: SupervisorFolder) -> None:
         self.worker_id = worker.worker_id
@@ -67,18 +67,18 @@ class Worker:
         self._rest_killed = False
 
     def open_output(self) -> int:
-        """Make the pipe for the worker's output; returns the end to write to."""
+        """Create the pipe for the worker's output and return its write end."""
         self.output, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(write_end, True)
         return write_end
 
     def start(self, server: ForkServer, write_end: int) -> None:
-        """Ask for the agent."""
+        """Request the agent from the fork server."""
         self._server = server
         server.ask(self.worker_id, self._arguments(), self._environment(), write_end)
 
     def drain(self) -> bytes:
-        """Move what the worker printed into its log; returns it. Closes the pipe at its end."""
+        """Move pending output of the worker to its log and return it. Closes the pipe at end of file."""
         if self.output is None:
             return b""
         try:
@@ -92,7 +92,7 @@ class Worker:
         return data
 
     def look(self) -> bool:
-        """Look how the processes do; True when the status changed."""
+        """Check the processes; return True when the status changed."""
         if self.status.ended or self._server is None:
             return False
         changed = False
@@ -115,10 +115,10 @@ class Worker:
         return True
 
     def _look_for_silent_end(self) -> bool:
-        """Look for a trainer that has ended without its agent noticing; True when that was so, and both are gone.
+        """Check for a trainer that ended without its agent noticing; return True if so, with both gone.
 
-        A forked trainer that leaves by ``os._exit(0)`` hands nothing over for which torchrun waits, and a process that
-        it has forked holds the pipe whose end tells torchrun that the trainer has ended.
+        A forked trainer that exits by ``os._exit(0)`` does not hand over the result for which torchrun waits, and a
+        process that it has forked keeps open the pipe whose end tells torchrun that the trainer has ended.
         """
         agent, trainer, now_s = self.status.agent, self.status.trainer, time.monotonic()
         if agent is None or self._trainer_pid is None or (trainer is not None and trainer.is_alive()):
@@ -130,7 +130,7 @@ class Worker:
             self.kill_rest()
         if now_s <= self._trainer_gone_s + AGENT_LIMIT_S:
             return False
-        # Of every status but 0 torchrun hears in a moment, and ends itself.
+        # torchrun soon notices any status except 0, and ends by itself.
         self.status.exit_code = unread_exit_code(self._trainer_pid, agent.pid) or 0
         logger.warning("%s ended with status %d, and its agent never heard", self.worker_id, self.status.exit_code)
         agent.kill()
@@ -139,16 +139,16 @@ class Worker:
         return True
 
     def finish_output(self) -> bytes:
-        """Take what is left in the pipe, even when a grandchild still holds the other end."""
+        """Drain the pipe, even when a grandchild still holds the other end; return the output."""
         data = b"".join(iter(self.drain, b""))
         self._close_output()
         self._log.close()
         return data
 
     def has_session(self) -> bool:
-        """Whether the script said that it has a session: it then leaves by the plan, without a signal."""
+        """Return whether the script has reported a session: then it leaves by the plan, without a signal."""
         if not self._has_session:
-            # A joiner says so in the generation in which it joins, which may be a later one than it was started for.
+            # A joining worker reports in the generation that it joins, which may be later than the one it started for.
             files = sorted(self._reports.glob(f"g*-{self.worker_id}.jsonl"))
             started = [r for file in files for r, _ in read_some_reports(file)[0] if r.kind is ReportKind.STARTED]
             self._has_session = bool(started)
@@ -156,22 +156,22 @@ class Worker:
         return self._has_session
 
     def can_change_in_place(self) -> bool:
-        """Whether its session said that it goes on when another worker dies, or waits for others to join."""
+        """Return whether its session reported that it continues when another worker dies or waits for joining ones."""
         return self.has_session() and self._can_change_in_place
 
     def terminate(self) -> None:
-        """SIGTERM for the trainer: its script may know how to save. Without a trainer, the agent is ended."""
+        """Send SIGTERM to the trainer: its script may be able to save. Without a trainer, kill the agent."""
         if self.status.ended:
             return
         if self.status.trainer is not None and self.status.trainer.is_alive():
             self.status.signalled = True
             self.status.trainer.kill(signal.SIGTERM)
         elif self.status.trainer is None:
-            # A starting agent loses signals or dies of them; there is nothing yet that could be saved.
+            # A starting agent loses signals or dies of them; there is nothing to save yet.
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL for all, the agent first: it has nothing to add."""
+        """Send SIGKILL to all, the agent first: it has nothing more to report."""
         if self.status.trainer is None or self.status.trainer.is_alive():
             self.status.signalled = True
         if self.status.agent is not None:
@@ -181,14 +181,14 @@ class Worker:
         self.kill_rest()
 
     def kill_rest(self) -> None:
-        """End what the trainer has left behind (data loader workers and the like; they are in its process group)."""
+        """Kill the trainer's leftover processes (data loader workers and the like; they are in its process group)."""
         if self.status.trainer is not None:
             for process in group_led_by(self.status.trainer):
                 process.kill()
 
     def _arguments(self) -> list[str]:
         spec = self._spec
-        # A trainer forked from its agent needs no imports. CUDA is touched by agents now and then: there, a fresh one.
+        # A trainer forked from its agent needs no imports. Agents may touch CUDA: on GPUs, start a fresh process.
         trainer = (
             ["--start-method=fork", "--run-path", bootstrap_path()]
             if self._worker.fork_trainer

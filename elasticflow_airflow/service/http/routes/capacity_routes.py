@@ -1,4 +1,4 @@
-"""``GET /v1/capacity``: which nodes nobody needs, and how many more are wanted."""
+"""``GET /v1/capacity``: which nodes are not needed, and how many more are wanted."""
 
 from __future__ import annotations
 

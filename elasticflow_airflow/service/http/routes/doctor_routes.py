@@ -1,7 +1,7 @@
-"""Looks over the machine of the service: what training needs, and what is known to slow it down or break it.
+"""Checks the machine of the service: what training needs, and what is known to slow it down or break it.
 
-``look_at_machine`` needs no service to run; ``GET /v1/doctor`` adds what only a running one knows. Every check says
-what to do. Imports no torch: what the training interpreter has is asked of that interpreter.
+``look_at_machine`` works without a running service; ``GET /v1/doctor`` adds checks that need one. Every check says what
+to do. Does not import torch: the training interpreter is run to find out what it has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from elasticflow_airflow.service.store.views import UNREADABLE
 _GIB = 2**30
 _DISK_PROBLEM_BYTES, _DISK_WARNING_BYTES = _GIB, 10 * _GIB
 _MEMORY_A_SLOT_BYTES = _GIB
-_SHM = "/dev/shm"  # noqa: S108 - that is what it is about
+_SHM = "/dev/shm"  # noqa: S108 - this folder itself is checked
 _SHM_BYTES = _GIB // 2
 _FILES = 4096
 _SLOW_LOOKUP_S, _LOOKUP_LIMIT_S = 1.0, 12.0
@@ -72,7 +72,7 @@ def _running(parts: ServiceParts) -> list[Finding]:
 
 
 def look_at_machine(settings: ServiceSettings) -> list[Finding]:
-    """What a service with these settings finds on this machine."""
+    """Return the findings about this machine for a service with these settings."""
     return [
         look_at_interpreter(sys.executable),
         look_at_state_dir(settings.state_dir),
@@ -85,7 +85,7 @@ def look_at_machine(settings: ServiceSettings) -> list[Finding]:
 
 
 def look_at_interpreter(python: str) -> Finding:
-    """Whether the interpreter that trains unless a task names another has torch."""
+    """Check whether an interpreter that runs training has torch."""
     name = "torch"
     try:
         done = subprocess.run(
@@ -104,7 +104,7 @@ def look_at_interpreter(python: str) -> Finding:
 
 
 def look_at_state_dir(state_dir: Path) -> Finding:
-    """Whether checkpoints can be written, and on what."""
+    """Check whether checkpoints can be written, and on which file system."""
     name = "checkpoints"
     folder = next(path for path in (state_dir / "jobs", state_dir, *state_dir.parents) if path.exists())
     try:
@@ -132,7 +132,7 @@ def look_at_state_dir(state_dir: Path) -> Finding:
 
 
 def look_at_disk(state_dir: Path) -> Finding:
-    """Room for checkpoints and snapshots."""
+    """Check the free disk space for checkpoints and snapshots."""
     name = "disk"
     folder = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     usage = shutil.disk_usage(folder)
@@ -146,7 +146,7 @@ def look_at_disk(state_dir: Path) -> Finding:
 
 
 def look_at_memory(settings: ServiceSettings) -> Finding:
-    """Main memory that is free, against what as many workers as slots take."""
+    """Check the free main memory against the need of one worker per slot."""
     name = "memory"
     free = _available_memory()
     if free is None:
@@ -161,7 +161,7 @@ def look_at_memory(settings: ServiceSettings) -> Finding:
 
 
 def look_at_shared_memory() -> Finding:
-    """Data loaders and gangs on one machine exchange tensors through /dev/shm."""
+    """Check /dev/shm, through which data loaders and gangs on one machine exchange tensors."""
     name = "shared memory"
     try:
         usage = shutil.disk_usage(_SHM)
@@ -174,7 +174,7 @@ def look_at_shared_memory() -> Finding:
 
 
 def look_at_reverse_dns() -> Finding:
-    """How long the name of this machine's address takes: torch.distributed asks for it at every start of a gang."""
+    """Check how long reverse DNS of this machine takes: torch.distributed uses it at every start of a gang."""
     name = "reverse DNS"
     took_s: list[float] = []
     addresses = _own_addresses()
@@ -182,7 +182,7 @@ def look_at_reverse_dns() -> Finding:
     def ask() -> None:
         began_s = time.monotonic()
         for address in addresses:
-            # Only the time counts: that there is no name is an answer, too.
+            # Only the time counts: a missing name is an answer, too.
             with contextlib.suppress(socket.gaierror):
                 socket.getnameinfo((address, 0), 0)
         took_s.append(time.monotonic() - began_s)
@@ -202,7 +202,7 @@ def look_at_reverse_dns() -> Finding:
 
 
 def look_at_open_files() -> Finding:
-    """How many files a process may have open: each worker has pipes, sockets and data files."""
+    """Check how many files a process may open: each worker has pipes, sockets and data files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     said = f"a process may open {soft} files"
     if soft < _FILES:
@@ -211,7 +211,7 @@ def look_at_open_files() -> Finding:
 
 
 def _named_interpreters(parts: ServiceParts) -> list[str]:
-    """Interpreters that recent tasks named by ``python=``, other than the service's own."""
+    """Return the interpreters that recent tasks named with ``python=``, except the service's own."""
     with parts.store.read() as reader:
         recent = reader.list_current(state=None, dag_id=None, live=None, limit=_RECENT_JOBS)
     named = set()
@@ -228,7 +228,7 @@ def _loop(said: str) -> Finding:
 
 
 def look_at_slots(settings: ServiceSettings) -> Finding:
-    """Slots that a service with these settings would offer on this machine; for where none runs."""
+    """Check the slots that a service with these settings would offer on this machine, if none is running."""
     try:
         return _offered(_would_offer(settings), settings.engine)
     except (OSError, ValueError) as error:
@@ -292,14 +292,14 @@ def _token(settings: ServiceSettings) -> Finding:
 
 
 def _own_addresses() -> list[str]:
-    """Addresses of this machine that workers meet at."""
+    """Return the addresses of this machine at which workers rendezvous."""
     found = ["127.0.0.1"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # Nothing is sent: it only says which address would be used.
+            probe.connect(("192.0.2.1", 9))  # Nothing is sent: this only selects the address to use.
             found.append(probe.getsockname()[0])
         except OSError:
-            return found  # No network but the loopback.
+            return found  # There is only the loopback network.
     return list(dict.fromkeys(found))
 
 
@@ -325,7 +325,7 @@ def _number(file: Path) -> int | None:
 
 
 def _file_system(path: Path) -> str:
-    """Type of the file system of a path, as the kernel names it."""
+    """Return the file system type of a path, as the kernel names it."""
     try:
         mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""The routes of ``elasticflow_airflow.api.insight``: what the pages ask. All rules are in the services."""
+"""The routes of ``elasticflow_airflow.api.insight``, used by the pages. All rules are in the services."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The routes about jobs, and what would become of them. All rules are in the services.
+"""The routes about jobs and forecasts. All rules are in the services.
 
-Who waits for a verdict, or asks how a job is, holds no thread: all of these are looked up together.
+A request that waits for a verdict or for a job's status holds no thread: all of these are looked up together.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _json(answer: BaseModel, status_code: int = 200) -> Response:
 
 
 def _read_cursor(cursor: str) -> tuple[float, str]:
-    """Where a page ends (``JobStatus.cursor``): the order is by when a job was submitted, then by its id."""
+    """Parse a ``JobStatus.cursor``, the end of a page: submission time, then id. Raises Refusal 422."""
     found = _CURSOR.fullmatch(cursor)
     if found is None:
         raise Refusal(422, "invalid", "cursor: it is none of this service", "take it from the Link of a page, as it is")

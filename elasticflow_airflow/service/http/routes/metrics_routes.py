@@ -1,7 +1,7 @@
 """``GET /metrics``: the service in Prometheus' text format.
 
-Counters come from the event log and go on across restarts; gauges are read from the store at each scrape. The route
-takes the token like every other, or ``metrics_token``, which opens nothing else.
+Counters come from the event log and continue across restarts; gauges are read from the store at each scrape. The route
+accepts the token like every other, or ``metrics_token``, which grants access to nothing else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_metrics(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
 
 
 class MetricsCollector:
-    """Collects at each scrape. Thread-safe."""
+    """Collects the metrics at each scrape. Thread-safe."""
 
     def __init__(self, parts: ServiceParts) -> None:
         self._parts = parts
@@ -60,11 +60,11 @@ class MetricsCollector:
         self._lock = threading.Lock()
 
     def describe(self) -> list[Metric]:
-        """Nothing: at registration nobody needs to read the store."""
+        """Return nothing, so that registration does not read the store."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, of one moment of the store."""
+        """Yield all metrics, from one snapshot of the store."""
         with self._lock, self._parts.store.read() as reader:
             self._tallies.catch_up(reader)
             found = reader.undrained()
@@ -115,7 +115,7 @@ class MetricsCollector:
         yield GaugeMetricFamily("elasticflow_nodes_draining", "Nodes that are going away.", value=draining)
 
     def _needed(self) -> Iterator[Metric]:
-        """Not there while it is not known, or where no number of further nodes would do."""
+        """Yield nothing while capacity is unknown, and no wanted slots if no number of further nodes would suffice."""
         found = None if self._capacity is None else self._capacity.look()
         if found is None:
             return
@@ -132,7 +132,7 @@ class MetricsCollector:
         yield info
         healthy = not parts.problems()
         yield GaugeMetricFamily("elasticflow_healthy", "1 while the scheduling loop does not fail.", value=healthy)
-        # One process per database decides; it holds the lock of its state directory for that.
+        # Only one process per database decides; it holds the lock of its state directory.
         yield GaugeMetricFamily("elasticflow_leader", "1 where the scheduling loop runs.", value=1)
         free = shutil.disk_usage(parts.settings.state_dir).free
         yield GaugeMetricFamily("elasticflow_state_free_bytes", "Room left for checkpoints and state.", value=free)
@@ -172,7 +172,7 @@ def _task_of(job: JobRow) -> str:
 
 
 def _slots_of(generation: GenerationRow) -> set[tuple[str, int]]:
-    """Where it stands; nowhere if that cannot be read."""
+    """Return the slots of a generation; empty if its placement cannot be read."""
     with suppress(*UNREADABLE):
         return {(str(node), int(index)) for node, index in generation.placement}
     return set()
@@ -188,7 +188,7 @@ def _live_slot_s(reader: Reader, rows: Iterable[IncarnationRow], now: float) -> 
 
 
 def _counter(name: str, said: str, label: str, counts: Counter[str], known: Iterable[str]) -> Metric:
-    """A counter with a label; what is ``known`` is there from the beginning, so that its first rise is seen."""
+    """Return a counter with a label; ``known`` values start at 0, so that their first increase is visible."""
     family = CounterMetricFamily(f"elasticflow_{name}", said, labels=[label])
     for value in sorted({*known, *counts}):
         family.add_metric([value], counts[value])

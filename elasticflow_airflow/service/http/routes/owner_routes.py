@@ -1,4 +1,4 @@
-"""The routes about who owns which job. All rules are in ``owners``."""
+"""The routes about the owners of jobs. All rules are in ``owner_service``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.requests.owner_service import SILENT_S, OwnerService
 
 OWNERS_PATH = "/v1/owners"
-"""Asked by Airflow all the time, whether there is anything to do or not: no sign that the service is needed."""
+"""Airflow calls this all the time, so a call does not mean that the service is needed."""
 
 
 def add_owners(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:

@@ -1,8 +1,8 @@
 """Columns that hold a typed document: frozen objects in the code, JSON in the database.
 
-A document is a dataclass, changed by ``dataclasses.replace``, of which what is as by default is not stored; or a
-message of the API, stored whole. A stored document that cannot be read takes no other row with it: it becomes
-:class:`Unreadable`, which raises when somebody looks into it.
+A document is either a dataclass, changed by ``dataclasses.replace`` and stored without fields that have their default,
+or a message of the API, stored whole. A stored document that cannot be read affects no other row: it becomes
+:class:`Unreadable`, which raises when a field of it is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a document that cannot be read; written again, it is what was stored."""
+    """Stands for a document that cannot be read. Written again, it keeps the stored value unchanged."""
 
     stored: Any
     problem: str
@@ -42,7 +42,7 @@ class Unreadable:
 
 
 def readable(document: _D | None) -> _D | None:
-    """The document; None, too, for one that cannot be read."""
+    """Return the document, or None if it is None or cannot be read."""
     return None if isinstance(document, Unreadable) else document
 
 
@@ -53,30 +53,30 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
     cache_ok = True
 
     def __init__(self, kind: type[_D], *, none_is_empty: bool = False) -> None:
-        """``none_is_empty``: an empty object is stored where there is no document, in a column that takes no NULL."""
+        """``none_is_empty``: for a NOT NULL column, an empty object is stored if there is no document."""
         super().__init__(none_as_null=True)
         self.kind = kind
         self.none_is_empty = none_is_empty
         self._adapter = TypeAdapter(kind)
 
     def dump(self, document: _D) -> Any:
-        """The document as JSON."""
+        """Return the document as JSON."""
         return self._adapter.dump_python(document, mode="json", exclude_defaults=True, warnings=False)
 
     def load(self, stored: Any) -> _D:
-        """The document that was stored. Raises ValidationError where it is none."""
+        """Return the stored document. Raises ValidationError if it is not valid."""
         return self._adapter.validate_python(stored)
 
     def is_none(self, stored: Any) -> bool:
-        """Whether that what is stored stands for no document."""
+        """Whether the stored value means that there is no document."""
         return stored is None or (self.none_is_empty and stored == {})
 
     def coerce_compared_value(self, op: OperatorType | None, value: Any) -> Any:
-        """What a part of the JSON is compared with is no document."""
+        """Compare a part of the JSON with a plain value, not with a document."""
         return self.impl_instance.coerce_compared_value(op, value)
 
     def to_json(self, value: Any) -> Any:
-        """What is stored for a value."""
+        """Return the JSON to store for a value."""
         if value is None:
             return {} if self.none_is_empty else None
         if isinstance(value, Unreadable):
@@ -84,7 +84,7 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
         return self.dump(value)
 
     def from_json(self, stored: Any) -> Any:
-        """The value for what is stored."""
+        """Return the value of the stored JSON; :class:`Unreadable` if it is not valid."""
         if self.is_none(stored):
             return None
         try:
@@ -104,23 +104,23 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
 
 
 class Message(Document[_M]):
-    """The type of a column that holds messages of the API, as they were taken in, but for secret fields."""
+    """The type of a column that holds messages of the API as they were accepted, without secret fields."""
 
     cache_ok = True
 
     def __init__(self, kind: type[_M], *, nullable: bool = False) -> None:
-        """``nullable``: there need not be one; else nothing is a message that cannot be read."""
+        """``nullable``: NULL means that there is no message; otherwise NULL is an unreadable message."""
         super().__init__(kind)
         self.nullable = nullable
 
     def is_none(self, stored: Any) -> bool:
-        """Whether that what is stored stands for no message."""
+        """Whether the stored value means that there is no message."""
         return self.nullable and stored is None
 
     def dump(self, document: _M) -> Any:
-        """The message with all its fields, so that other defaults change nothing of it later."""
+        """Return the message with all its fields, so that later changes of defaults do not affect it."""
         return document.model_dump(mode="json", exclude=_SECRET_FIELDS, warnings=False)
 
     def load(self, stored: Any) -> _M:
-        """The message that was stored, also where it would not be taken in any more."""
+        """Return the stored message, even if it would not be accepted any more."""
         return self.kind.as_stored(stored)

@@ -1,6 +1,6 @@
-"""What is noted of a generation: what its workers reported of themselves, and what the service did about it.
+"""Notes on a generation: what its workers reported, and what the service did about it.
 
-Stored with its row. All of it is optional: None and False mean that nobody has said so.
+Stored with its row. All fields are optional: None and False mean that nothing was reported.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The session has said that the training is done."""
+    """The session has reported that the training is done."""
 
     path: str | None = None
     """The final checkpoint, relative to the checkpoint folder."""
     early: str | None = None
-    """Why it ended before all of its steps, in the script's words."""
+    """Why it ended before all its steps, in the script's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,49 +29,49 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """What a change in place cost; of what several workers say, the most."""
+    """The cost of an in-place change: the maximum over all workers that reported."""
 
     at_s: float | None = None
-    """When the last worker was in it."""
+    """When the last worker had joined."""
     pause_s: float | None = None
     state_bytes: float | None = None
 
     def at_least(self, at_s: float | None, pause_s: float | None, state_bytes: float | None) -> Switch:
-        """With what another worker says."""
+        """Return the maximum of this and the report of another worker."""
         return Switch(_most(self.at_s, at_s), _most(self.pause_s, pause_s), _most(self.state_bytes, state_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationNotes:
-    """See the module."""
+    """The notes on one generation; see the module."""
 
-    # What its workers said.
+    # What its workers reported.
     uses_session: bool = False
     """Its script imports the runtime."""
     in_place: bool | None = None
-    """Its session can be changed without a restart; None: no session has begun."""
+    """Whether its session can be changed without a restart; None if no session has begun."""
     started_at: float | None = None
     """When rank 0's session began its first step."""
     threads: int | None = None
-    """Computing threads of each worker."""
+    """The number of computing threads of each worker."""
     micro_batch_size: int | None = None
     progress_of: str | None = None
-    """The worker whose progress was taken last."""
+    """The worker whose progress was used last."""
     switch: Switch = Switch()
     finished: Finished | None = None
     out_of_memory: OutOfMemory | None = None
     too_many: bool = False
-    """It left, as its script has fewer logical workers than there were workers."""
+    """It left because its script has fewer logical workers than there were workers."""
     message: str | None = None
-    """Of the failure that came first ..."""
+    """The message of the first failure ..."""
     kind: str | None = None
-    """... which kind it was (see ``runtime.protocol``) ..."""
+    """... its kind (see ``runtime.protocol``) ..."""
     rank: int | None = None
-    """... and where."""
+    """... and the rank that failed."""
     absent: tuple[str, ...] = ()
-    """Workers that did not answer when the gang was to switch."""
+    """Workers that did not answer when the gang was to switch generations."""
     windows: Mapping[str, list[float]] = field(default_factory=dict)
-    """By worker, the seconds that it computed for a step, of the last stretches."""
+    """The computing seconds per step in the last windows, by worker."""
     exit_zero: bool = False
     """All its processes ended with status 0."""
     signalled: bool = False
@@ -80,24 +80,24 @@ class GenerationNotes:
     # What the service did.
     ordered_at_step: int | None = None
     own: bool = False
-    """It was the service's idea: the scheduler hears of it when it runs."""
+    """The service ordered it by itself; the scheduler is informed when it runs."""
     vacate: bool = False
-    """The job makes room before it starts: others wait for its slots, as it does for theirs."""
+    """The job frees its slots before this generation starts: other jobs wait for its slots, and it waits for theirs."""
     dropped: bool = False
-    """It has not come about, and what becomes of it means nothing for the job."""
+    """It was never completed, and its outcome does not matter for the job."""
     told_started: bool = False
     told_silent: bool = False
     measured: bool = False
-    """Its speed was measured, or cannot be: the measurement that it was for is over."""
+    """Its speed was measured or cannot be measured: the measurement that it was ordered for is over."""
     cost_measured: bool = False
-    """What its start or its pause cost is known."""
+    """The cost of its start or of its pause is known."""
     left_at: float | None = None
-    """When a worker was first seen to have left the others without a word."""
+    """When a worker was first seen to have left the others without a report."""
     slow: Mapping[str, float] = field(default_factory=dict)
-    """By worker that was slow, when that was answered last."""
+    """When the service last reacted to a slow worker, by worker."""
 
     def failed(self, message: str, kind: str | None, rank: int | None) -> GenerationNotes:
-        """With a worker's failure. Who failed first names the cause; the others only lost their peer."""
+        """Add a worker's failure. The first failure is kept as the cause; later ones only lost their peer."""
         return replace(
             self,
             message=message if self.message is None else self.message,

@@ -1,4 +1,4 @@
-"""Documents that are stored of a job: its verdict, its costs and changes in place, its loss target, its end."""
+"""Documents that are stored for a job: its verdict, costs, in-place changes, loss target and end."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from elasticflow_airflow.scheduler_core.convergence import LossCurve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredVerdict:
-    """What admission control decided of a job last. The API shows it as ``wire.Verdict``."""
+    """The last decision of admission control on a job. The API shows it as ``api.Verdict``."""
 
     decision: AdmissionDecision = "undecided"
     reason: str = ""
     deadline_at: float | None = None
     earliest_deadline_at: float | None = None
     event_id: int | None = None
-    """The event that tells of it; known once that is written (see ``NewEvent.is_verdict``)."""
+    """The id of its event, set when the event is written (see ``NewEvent.is_verdict``)."""
     plan: list[dict[str, float]] | None = None
-    """Segments of the plan that shows that the deadline can be kept, as ``codec.plan_to_json`` writes them."""
+    """Segments of the plan that keeps the deadline, as ``scheduler_values.plan_to_json`` writes them."""
     limit: str = ""
-    """What limits the workers beside the cluster, as a sentence; the reason ends with it."""
+    """What limits the number of workers apart from the cluster, as a sentence; the reason ends with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end that was decided; the job is over when its workers have left."""
+    """The end that was decided for a job. The job becomes terminal when its workers have left."""
 
     state: State
     reason: str
     failure: str | None = None
     use_checkpoint: bool = False
-    """It succeeds by its last checkpoint, though it was not done."""
+    """It succeeds with its last checkpoint, although its training was not done."""
 
     def __post_init__(self) -> None:
         if not self.state.terminal:
@@ -41,31 +41,31 @@ class Ending:
 
     @property
     def is_done(self) -> bool:
-        """Its gang has finished and left: workers that are there still came to join, and have nothing to save."""
+        """Whether its gang has finished and left. Workers still alive were only joining, and have nothing to save."""
         return self.state is State.SUCCEEDED and not self.use_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCosts:
-    """What starts, changes of workers and ends of a job took, in seconds; None: not measured yet."""
+    """Measured durations of starts, changes of workers and ends of a job, in seconds; None if not measured yet."""
 
     startup_s: float | None = None
     pause_s: float | None = None
-    """Of a restart with other workers."""
+    """The pause of a restart with other workers."""
     tail_s: float | None = None
-    """From the last step until the job is over."""
+    """From the last step until the job is terminal."""
     in_place_pause_s: float | None = None
     join_s: float | None = None
-    """What workers need to join in place; the others train on meanwhile."""
+    """The time that workers need to join in place; the others train on meanwhile."""
 
     def known(self) -> dict[str, float]:
-        """Those that were measured, by name."""
+        """Return the measured costs, by name."""
         return {name: cost for name, cost in asdict(self).items() if cost is not None}
 
     def updated(self, **measured_s: float) -> MeasuredCosts:
-        """The costs to plan with after another measurement: a higher one counts at once, a lower one half.
+        """Return the costs to plan with after another measurement: a higher value counts in full, a lower one by half.
 
-        One that is far higher counts in part: what happens once must not keep a task out for days.
+        A far higher value is capped, so that a single outlier does not keep a task out for days.
         """
         before = self.known()
         return replace(self, **{name: _blend(before.get(name, cost), cost) for name, cost in measured_s.items()})
@@ -78,12 +78,12 @@ def _blend(before_s: float, measured_s: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """What the last run of a recurring task was like: its next runs are expected to be like it."""
+    """Facts about the last run of a recurring task; its next runs are expected to be like it."""
 
     signature: str = ""
-    """Under which its history is kept; see ``task_history.signature_of``."""
+    """The key of its history; see ``task_history.signature_of``."""
     scaling_curve: dict[int, float] | None = None
-    """Steps/s by workers, where its submission gave them."""
+    """Steps/s by number of workers, if its submission gave them."""
     min_workers: int = 1
     max_workers: int | None = None
     logical_workers: int | None = None
@@ -91,25 +91,25 @@ class TaskFacts:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the samples of a training are thinned, and what its workers have reported last beside its progress."""
+    """How the samples of a training are thinned, and the last reports of its workers apart from its progress."""
 
     number: int | None = None
-    """Of the last sample; None: there is none yet. The numbers that are kept are multiples of ``stride``."""
+    """The number of the last sample; None if there is none yet. Kept samples have multiples of ``stride``."""
     at: float = 0.0
-    """When that was, in UTC seconds."""
+    """The time of the last sample, in UTC seconds."""
     workers: int | None = None
-    """How many there were."""
+    """The number of workers at the last sample."""
     stride: int = 1
-    """When there are too many samples it doubles, and every second one is deleted."""
+    """Doubles when there are too many samples; every second sample is deleted then."""
     noise_scale: float | None = None
     samples_per_s: float | None = None
     refused: tuple[str, ...] = ()
-    """Fields of reports of which the owner was told that they are out of bounds."""
+    """Fields of reports that were out of bounds and about which the owner has been warned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AmendmentAnswer:
-    """What the loop says to an amendment; the API shows it as ``AmendAnswer``."""
+    """The loop's answer to an amendment; the API shows it as ``AmendAnswer``."""
 
     accepted: bool
     reason: str
@@ -118,29 +118,29 @@ class AmendmentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class InPlaceRecord:
-    """How changes of a job's workers without a restart went."""
+    """The record of a job's in-place changes, which need no restart."""
 
     able: bool | None = None
-    """Whether its session can be changed so, as it said last; None: it has not said."""
+    """Whether its session supports in-place changes, as last reported; None if not reported."""
     failures: int = 0
-    """In a row."""
+    """The number of failures in a row."""
     recoveries: tuple[float, ...] = ()
-    """When it went on without workers that had died: UTC seconds, oldest first."""
+    """The times of recoveries, when it went on without workers that had died: UTC seconds, oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTarget:
-    """A loss to train to, and when it is expected. Steps count from the beginning."""
+    """A target loss, and the step at which it is expected. Steps count from the beginning."""
 
     loss: float
     smoothed: float | None = None
-    """The session's smoothed loss."""
+    """The smoothed loss that the session reported."""
     step: int | None = None
-    """When the target is expected; None: there is no prediction ..."""
+    """The step at which the target is expected; None if there is no prediction ..."""
     at_most: int | None = None
-    """... and with one standard error."""
+    """... and the same plus one standard error."""
     told: int | None = None
-    """The ``at_most`` that the event log knows."""
+    """The ``at_most`` that was last written to the event log."""
     reached: bool | None = None
     """None until the training has ended."""
     curve: LossCurve | None = None
@@ -148,5 +148,5 @@ class LossTarget:
     """The curve of this task's last run."""
 
     def unpredicted(self) -> LossTarget:
-        """Without a prediction."""
+        """Return a copy without a prediction."""
         return replace(self, step=None, at_most=None)

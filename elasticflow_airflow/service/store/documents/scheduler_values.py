@@ -1,7 +1,7 @@
-"""The scheduler's values as JSON and back, for the store. Pure functions.
+"""Converts the scheduler's values to JSON and back, for the store. Pure functions.
 
-Driven by the type hints of the values, so that an optional field that is added to them needs nothing here, and a state
-written by an older version is read with that field's default.
+The conversion is driven by type hints: a new optional field needs no change here, and a state that an older version
+wrote is read with the default of that field.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elasticflow_airflow.scheduler_core.model.values import JobState, Placement,
 
 
 def state_to_json(state: JobState) -> dict[str, Any]:
-    """Everything of a JobState as JSON values."""
+    """Return a whole JobState as JSON values."""
     return cast(dict[str, Any], _encode(state))
 
 
@@ -28,7 +28,7 @@ def state_from_json(raw: Mapping[str, Any]) -> JobState:
 
 
 def slots_to_json(slots: Iterable[Slot]) -> list[Any]:
-    """Slots as [node, index] pairs."""
+    """Return slots as [node, index] pairs."""
     return [[slot.node_id, slot.index] for slot in slots]
 
 
@@ -38,12 +38,12 @@ def placement_from_json(raw: Iterable[Any]) -> Placement:
 
 
 def curve_from_json(raw: Mapping[str, float]) -> ScalingCurve:
-    """A curve from steps/s by number of workers as text."""
+    """Return the curve for a mapping from number of workers (as text) to steps/s."""
     return ScalingCurve({int(workers): float(speed) for workers, speed in raw.items()})
 
 
 def plan_to_json(plan: Plan | None) -> list[dict[str, float]] | None:
-    """The segments of a plan."""
+    """Return the segments of a plan as JSON values, or None."""
     if plan is None:
         return None
     return [
@@ -61,7 +61,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, (tuple, list, frozenset, set)):
         return [_encode(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)  # JSON has no infinity, and PostgreSQL refuses one.
+        return repr(value)  # JSON has no infinity, and PostgreSQL refuses it.
     return value
 
 

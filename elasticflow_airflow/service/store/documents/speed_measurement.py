@@ -1,4 +1,4 @@
-"""Turns progress reports into speeds and costs. Pure functions over the measurement of one generation."""
+"""Computes speeds and costs from progress reports. Pure functions over the measurement of one generation."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _FEWEST_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedMeasurement:
-    """How fast a generation has been; stored with it, so that it survives a restart of the service."""
+    """The speed measurement of a generation; stored with it, so that it survives a restart of the service."""
 
     done: int = 0
-    """Steps since it began."""
+    """Steps since the generation began."""
     skipped: int = 0
-    """Of these, steps that do not count: it was warming up."""
+    """Those of them that do not count, because of warm-up."""
     steps: int = 0
-    """Steps that count ..."""
+    """The steps that count ..."""
     seconds: float = 0.0
-    """... and how long they took."""
+    """... and their total duration."""
     recent_steps: float = 0.0
-    """The same of late: what is older than ``_MEMORY_S`` hardly counts."""
+    """The same for recent steps, with exponential decay: steps older than ``_MEMORY_S`` hardly count."""
     recent_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enough:
-    """When a speed counts as measured: so many steps that took a third of ``seconds``, or so many seconds."""
+    """When a speed counts as measured: after ``steps`` steps that took a third of ``seconds``, or after ``seconds``."""
 
     skip_steps: int
     steps: int
@@ -38,9 +38,9 @@ class Enough:
 
 
 def add_window(before: SpeedMeasurement, steps: int, seconds: float, enough: Enough) -> SpeedMeasurement:
-    """The measurement after another ``steps`` steps in ``seconds`` seconds."""
+    """Return the measurement after another ``steps`` steps in ``seconds`` seconds."""
     if steps > seconds * FASTEST_STEPS_PER_S:
-        return before  # Two reports within the resolution of a clock measure nothing.
+        return before  # Two reports closer than the resolution of the clock measure nothing.
     done = before.done + steps
     if before.skipped < enough.skip_steps:
         return replace(before, done=done, skipped=before.skipped + steps)
@@ -56,7 +56,7 @@ def add_window(before: SpeedMeasurement, steps: int, seconds: float, enough: Eno
 
 
 def measured_speed(measurement: SpeedMeasurement, enough: Enough) -> float | None:
-    """Steps/s over the whole generation; None while that is not known well enough."""
+    """Return the steps/s over the whole generation; None until it is known well enough."""
     steps, seconds = measurement.steps, measurement.seconds
     if seconds <= 0 or steps < _FEWEST_STEPS:
         return None
@@ -66,12 +66,12 @@ def measured_speed(measurement: SpeedMeasurement, enough: Enough) -> float | Non
 
 
 def recent_speed(measurement: SpeedMeasurement, enough: Enough) -> float | None:
-    """Steps/s of late; None while :func:`measured_speed` is."""
+    """Return the recent steps/s; None while :func:`measured_speed` returns None."""
     if measured_speed(measurement, enough) is None:
         return None
     return measurement.recent_steps / measurement.recent_seconds
 
 
 def training_began_at(measurement: SpeedMeasurement, last_step_at: float, speed: float) -> float:
-    """When steps would have begun had all of them been as fast as the steady ones: what came before was lost."""
+    """Return when training would have begun if all steps had had the steady ``speed``; the time before it was lost."""
     return last_step_at - measurement.done / speed

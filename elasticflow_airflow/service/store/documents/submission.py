@@ -1,4 +1,4 @@
-"""The document that says what was asked for of a job."""
+"""The document that stores the submission of a job."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from elasticflow_airflow.api import JobSubmission
 
 
 class StoredSubmission(JobSubmission):
-    """A submission as it is stored: of the secrets of its environment only the names."""
+    """A submission as it is stored: only the names of its secret environment variables, not their values."""
 
     secret_names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, submission: JobSubmission) -> Self:
-        """What is stored of a submission."""
+        """Return the stored form of a submission."""
         said = {**dict(submission), "secret_env": {}, "secret_names": tuple(sorted(submission.secret_env))}
         return cls.model_construct(**said)

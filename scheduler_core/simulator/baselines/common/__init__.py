@@ -1,1 +1,1 @@
-"""What several policies of the literature share: gangs, rounds, bookings and prices."""
+"""Code shared by several policies of the literature: gangs, rounds, bookings and prices."""

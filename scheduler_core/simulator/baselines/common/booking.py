@@ -1,9 +1,9 @@
-"""The base of policies that promise by booking: a job is admitted with the very slots that it will hold, and when.
+"""Base class of policies that promise by booking: a job is admitted with the exact slots and times it will hold.
 
-Bookings never overlap and never move for a newcomer, so an admitted job cannot be late by anything that is decided
-later. A subclass says which bookings a newcomer is worth (:meth:`BookingPolicy.offer`); this base keeps them, orders
-what they say, and books anew where reality differs: a lost gang or node, a report of less progress, a job that has not
-ended when its booking does. Whoever then no longer fits is finished as soon as possible and announced at risk.
+Bookings never overlap and never move for a new job, so no later decision can make an admitted job late. A subclass
+chooses the bookings of a new job (:meth:`BookingPolicy.offer`). This base class stores and carries them out, and
+rebooks when reality differs: a lost gang or node, a report of less progress, a job that has not ended when its booking
+does. A job that then no longer fits is finished as soon as possible and announced as at risk.
 
 Knows no clock, disk, network or thread, and nothing of the future.
 """
@@ -36,36 +36,36 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import G
 from elasticflow_airflow.times import moment
 
 GUARD_S = 0.01
-"""Slots are free for others so long after the end of a booking: ends of floats are not exact."""
+"""Slots are free for other jobs this long after the end of a booking: end times are floats and not exact."""
 _UNKNOWN_S = 3600.0
-"""How long a job of unknown length is booked for at a time."""
+"""Length of one booking of a job of unknown length."""
 _STARTS = 48
-"""At how many of the next moments at which something ends a constant gang is tried."""
+"""Number of next start times (now and when bookings change) at which a gang of constant size is tried."""
 
 
 class BookingPolicy(GangPolicy):
-    """Admits what it can book. Deterministic. Subclasses implement :meth:`offer`."""
+    """Admits jobs that it can book. Deterministic. Subclasses implement :meth:`offer`."""
 
     def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
         super().__init__(config, nodes)
         self._courses: dict[str, Course] = {}
-        """What each admitted job holds from now to its end, tail included."""
+        """The holdings of each admitted job from now to its end, tail included."""
         self._stale: set[str] = set()
-        """Jobs whose course may no longer be true."""
+        """Jobs whose course may no longer be accurate."""
         self._due: dict[str, int] = {}
-        """Slots (masks) booked for now."""
+        """Slots (masks) booked for the present, by job."""
 
     # -- what a subclass decides -----------------------------------------------------------------------------------
 
     @abstractmethod
     def offer(self, job: JobView, work: Work, book: Bookings) -> Course | str:
-        """Bookings for a job that they are worth, ending by ``work.limit_s``; or why there are none.
+        """Return bookings for a job that end by ``work.limit_s``, or the reason why there are none.
 
-        ``book`` has everybody else's bookings. For a best-effort job the limit is infinite.
+        ``book`` has the bookings of all other jobs. For a best-effort job the limit is infinite.
         """
 
     def judge(self, newcomer: JobView) -> Admit | Reject | Wait:
-        """Admit with a booking or not at all."""
+        """Admit a job with a booking, or refuse it."""
         job, now = newcomer.job, newcomer.now
         work = self._work(job, now, promised=True)
         course = self.offer(newcomer, work, self._book(now, without=job.job_id))
@@ -81,7 +81,7 @@ class BookingPolicy(GangPolicy):
     # -- the port --------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
-        """Take in one event and say what follows from it."""
+        """Handle one event and return the decisions that follow."""
         match event:
             case (
                 ev.GangLost(job_id)
@@ -96,7 +96,7 @@ class BookingPolicy(GangPolicy):
         return super().handle(event, now)
 
     def projected_finish_s(self, job_id: str) -> float | None:
-        """When the last step is made by what is booked; None when that is not known.
+        """Return when the last step is made according to the booking; None if unknown.
 
         Raises:
             KeyError: there is no such live job.
@@ -106,7 +106,7 @@ class BookingPolicy(GangPolicy):
         return None if course is None or course.finish_s == INFINITY else course.finish_s
 
     def twin(self) -> Self:
-        """An independent copy."""
+        """Return an independent copy."""
         other = super().twin()
         other._courses, other._stale = copy.copy(self._courses), set(self._stale)
         return other
@@ -114,7 +114,7 @@ class BookingPolicy(GangPolicy):
     # -- bookings --------------------------------------------------------------------------------------------------
 
     def wanted(self, scene: Scene) -> Wanted:
-        """Who holds slots by its booking now, and when that changes."""
+        """Return the jobs whose bookings hold slots now, and when that changes."""
         now, again = scene.now, INFINITY
         claims: list[Claim] = []
         self._due = {}
@@ -130,7 +130,7 @@ class BookingPolicy(GangPolicy):
         return Wanted(claims, again if again < INFINITY else None)
 
     def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
-        """The booked slots; a booking of slots that somebody else still holds begins when they are free."""
+        """Return the booked slots; a booking begins late if another job still holds its slots."""
         seats: dict[str, int] = {}
         for claim in wanted.claims:
             mask = self._due[claim.job_id]
@@ -143,7 +143,7 @@ class BookingPolicy(GangPolicy):
         return [*self._repair(now), *super()._replan(now, why, retry=retry)]
 
     def _work(self, job: GangJob, now: float, *, promised: bool) -> Work:
-        """The job as it is booked: at the speeds that are promised, until the margin before its deadline."""
+        """Return the work to book: at promised speeds, with the margin before the deadline as its limit."""
         job.settle(self.layout, self.config, now)
         work = job.work(self.layout, self.config)
         limit = INFINITY
@@ -152,7 +152,7 @@ class BookingPolicy(GangPolicy):
         return replace(work, limit_s=limit)
 
     def _book(self, now: float, without: str) -> Bookings:
-        """What everybody but one job has booked; who should have ended and holds slots yet keeps them a while."""
+        """Return the bookings of all jobs but one; an overdue job keeps the slots it holds for ``overdue_s``."""
         holdings: list[Holding] = []
         for job in self.jobs.values():
             course = self._courses.get(job.job_id)
@@ -167,7 +167,7 @@ class BookingPolicy(GangPolicy):
         return Bookings.of(self.layout, now, holdings)
 
     def _repair(self, now: float) -> list[Decision]:
-        """Book anew for those whose booking is gone, over or no longer true; promises first, by their deadlines."""
+        """Rebook jobs whose booking is gone, over or no longer accurate; promised jobs first, by deadline."""
         for job_id in list(self._courses):
             job = self.jobs.get(job_id)
             if job is None or job.phase is not Phase.ADMITTED:
@@ -182,7 +182,7 @@ class BookingPolicy(GangPolicy):
                 continue
             work = self._work(job, now, promised=job.promised)
             if work.left_at(now) <= TOLERANCE_S * max(1.0, work.speed_now):
-                continue  # its last step is made, and the word of its end is on its way
+                continue  # its last step is made, and its end will be reported soon
             if course is not None and course.promised_s > now + TOLERANCE_S:
                 holdings = [held for held in course.holdings if held.end_s > now + TOLERANCE_S]
                 if course_of(work, holdings, now).finish_s < INFINITY:
@@ -212,7 +212,7 @@ class BookingPolicy(GangPolicy):
         return []
 
     def _change_nodes(self, nodes: Iterable[Node], now: float) -> None:
-        """Take over a new set of nodes; bookings on slots that are not there throughout are gone."""
+        """Apply a new set of nodes; drop bookings with slots that are not available throughout."""
         nothing = Placement()
         before = {
             job_id: [(start, end, self.layout.placement_of(mask, nothing)) for start, end, mask in course.holdings]
@@ -233,7 +233,7 @@ class BookingPolicy(GangPolicy):
 
 
 def rising(work: Work) -> tuple[int, ...]:
-    """Sizes of which each is faster than all smaller ones: capped at the knee."""
+    """Return the sizes that are faster than all smaller ones, i.e. up to the knee."""
     best, sizes = 0.0, []
     for size in work.sizes:
         if work.speeds[size] > best:
@@ -243,9 +243,9 @@ def rising(work: Work) -> tuple[int, ...]:
 
 
 def constant_gangs(work: Work, book: Bookings, layout: Layout, starts: int = _STARTS) -> Iterator[Course]:
-    """Bookings of one size on one block, each from its start to the job's end: what many algorithms choose from.
+    """Yield bookings of one size on one block, each from its start to the job's end, for algorithms to choose from.
 
-    Tried are all sizes up to the knee, now and at the next moments at which something that is booked ends.
+    Tries all sizes up to the knee, now and at the next ``starts`` times at which bookings change.
     """
     now = book.now
     left = work.left_at(now)
@@ -271,7 +271,7 @@ def constant_gangs(work: Work, book: Bookings, layout: Layout, starts: int = _ST
 
 
 def soonest(work: Work, book: Bookings, layout: Layout) -> Course | None:
-    """The constant gang that ends first, whatever the limit; for a job of unknown length its smallest, for an hour."""
+    """Return the constant gang that ends first, ignoring the limit; at unknown length the smallest, for an hour."""
     if not work.sizes:
         return None
     if work.remaining == INFINITY or not rising(work):

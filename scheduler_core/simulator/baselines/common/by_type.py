@@ -1,9 +1,10 @@
-"""One scheduler for each type of GPU, behind one door: for policies that plan with a single curve a job.
+"""One scheduler per GPU type behind one policy interface, for policies that plan with a single curve per job.
 
-A newcomer is offered to the types one after another, each told the job's curve there, and stays where it is taken. The
-slowest type comes first for a job with a deadline: whoever makes it there leaves the fast slots to those who cannot. A
-best-effort job goes where it would end first on an empty cluster. No job ever moves between types, so each promise
-rests on one scheduler's proof alone. Decides nothing else; with one type it is that scheduler.
+A new job is offered to the types one after another, each with the job's curve on that type, and stays with the first
+that accepts it. For a job with a deadline the slowest type comes first: a job that can meet its deadline there leaves
+the fast slots to jobs that cannot. A best-effort job goes where it would end first on an empty cluster. No job ever
+moves between types, so each promise rests on the proof of a single scheduler. Decides nothing else; with one type it
+behaves like that scheduler.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Make = Callable[[SchedulerConfig, Iterable[Node]], InspectablePolicy]
 
 
 class ByType:
-    """Routes events by type of GPU. Deterministic if its schedulers are."""
+    """Routes events by GPU type. Deterministic if its schedulers are."""
 
     def __init__(self, make: Make, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
         self.config = config or SchedulerConfig()
@@ -41,20 +42,20 @@ class ByType:
             self._inner[name] = make(self.config, by_type[name])
 
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes as last told."""
+        """Return the nodes as last reported."""
         return tuple(node for inner in self._inner.values() for node in inner.nodes())
 
     def states(self) -> tuple[JobState, ...]:
-        """Everything remembered of every live job, type by type."""
+        """Return the state of every live job, type by type."""
         return tuple(state for inner in self._inner.values() for state in inner.states())
 
     def state(self, job_id: str) -> JobState | None:
-        """Everything remembered of one job; None when it is not live."""
+        """Return the state of one job; None if it is not live."""
         found = (inner.state(job_id) for inner in self._inner.values())
         return next((state for state in found if state is not None), None)
 
     def projected_finish_s(self, job_id: str) -> float | None:
-        """When the last step of a live job is expected.
+        """Return when the last step of a live job is expected; None if unknown.
 
         Raises:
             KeyError: there is no such live job.
@@ -62,7 +63,7 @@ class ByType:
         return self._inner[self._type_of_job[job_id]].projected_finish_s(job_id)
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
-        """Take in one event and say what follows from it."""
+        """Handle one event and return the decisions that follow."""
         match event:
             case ev.JobSubmitted(job):
                 out = self._submitted(job, now)
@@ -118,7 +119,7 @@ class ByType:
         return out
 
     def _order(self, job: Job) -> list[str]:
-        """Types to offer a job to: the slowest first, or for best effort the fastest."""
+        """Return the types to offer a job to: slowest first, or fastest first for best effort."""
         names = [name for name in self._inner if not job.curves or name in job.curves]
 
         def fastest(name: str) -> float:
@@ -136,7 +137,7 @@ class ByType:
         return self._heard(name, self._inner[name].handle(event, now))
 
     def _heard(self, name: str, decided: list[Decision]) -> list[Decision]:
-        """Keep the time at which this scheduler wants to be woken; pass on the rest."""
+        """Store this scheduler's wake-up time; return its other decisions."""
         self._wakes.pop(name, None)
         for decision in decided:
             if isinstance(decision, WakeMeAt):
@@ -148,5 +149,5 @@ class ByType:
 
 
 def schedulers_by_type(config: SchedulerConfig, nodes: Iterable[Node]) -> ByType:
-    """Our own scheduler, one for each type."""
+    """Create our own scheduler for each GPU type."""
     return ByType(Scheduler, config, nodes)

@@ -1,11 +1,11 @@
-"""The base of the comparison policies: events in, gangs out; a subclass only says who should have how many slots now.
+"""Base class of the comparison policies: events in, gangs out; a subclass only decides each job's present size.
 
-It follows live jobs and their progress between events exactly as it is charged (every start, resize and migration stops
-a job), places gangs on buddy blocks and leaves running ones where they are unless there is no block otherwise.
-It decides for now and books nothing ahead, so by itself it promises nothing: every job is taken as best effort.
-Nothing is profiled: a job without a curve runs at the size that it asks for, and its speed is learnt there.
+It tracks live jobs and their progress between events with the costs that the simulator charges (every start, resize and
+migration stops a job), places gangs on buddy blocks and moves running gangs only if there is no block otherwise. It
+decides for the present and books nothing ahead, so by itself it promises nothing: every job is admitted as best effort.
+Nothing is profiled: a job without a curve runs at its requested size, and its speed is learned there.
 
-Knows no clock, disk, network or thread, and nothing of the future: what a subclass sees are the jobs submitted so far.
+Knows no clock, disk, network or thread, and nothing of the future: a subclass sees only the jobs submitted so far.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from elasticflow_airflow.times import duration, moment
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one job should hold now: the first of ``sizes`` for which there is room beside the claims before it.
+    """What one job should hold now: the first of ``sizes`` for which the claims before it leave room.
 
-    Sizes are powers of two that it was measured at. ``why`` is a part of a sentence for the user.
+    Sizes are powers of two at which the job was measured. ``why`` is a part of a sentence for the user.
     """
 
     job_id: str
@@ -59,9 +59,9 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Claims in order of priority; who is not named holds nothing.
+    """Claims in order of priority; a job without a claim holds no slots.
 
-    ``look_again_s``: ask again then, if no event comes before; None: only events matter.
+    ``look_again_s``: when to ask again if no event comes before; None: only at events.
     """
 
     claims: Sequence[Claim]
@@ -70,10 +70,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a policy looks at: the jobs that compete, in order of arrival, the room that they share, and the time.
+    """The input of a policy: the competing jobs in order of arrival, the room that they share, and the time.
 
-    Jobs whose last step is made keep their slots until they are gone; they are not here, nor are their slots. ``room``
-    is the policy's own to use up.
+    Jobs whose last step is made keep their slots until they leave; neither they nor their slots are included. The
+    policy may use up ``room``.
     """
 
     jobs: Sequence[JobView]
@@ -82,31 +82,32 @@ class Scene:
 
 
 class GangPolicy(PolicyState, ABC):
-    """A policy that sizes gangs for now. Deterministic. Subclasses implement :meth:`wanted`, and may :meth:`judge`."""
+    """A policy that sizes gangs for the present. Deterministic. Subclasses implement :meth:`wanted` and may override
+    :meth:`judge`."""
 
     promises: ClassVar[bool] = False
-    """Whether deadlines are promised on terms that any amendment may upset, so that each is judged."""
+    """Whether any amended deadline may break a promise, so that each amendment must be judged."""
 
     # -- what a subclass decides -----------------------------------------------------------------------------------
 
     @abstractmethod
     def wanted(self, scene: Scene) -> Wanted:
-        """Who should hold how many slots now. Called at every event.
+        """Return which jobs should hold how many slots now. Called at every event.
 
-        A policy that decides in rounds names what everybody holds already until the round is over.
+        A policy that decides in rounds returns the present holdings of all jobs until the round is over.
         """
 
     def judge(self, newcomer: JobView) -> Admit | Reject | Wait:
-        """Take a job or not; it is not among ``self.jobs`` yet, unless it waits or is amended.
+        """Decide whether to admit a job; it is not in ``self.jobs`` yet unless it waits or is amended.
 
-        ``Admit`` with a deadline is a promise: a subclass that gives one must be able to keep it.
+        ``Admit`` with a deadline is a promise: a subclass that makes one must be able to keep it.
         """
         return self.take(newcomer, "runs when it is its turn; no deadline is promised")
 
     # -- the port --------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
-        """Take in one event and say what follows from it. Events of jobs that are gone are ignored.
+        """Handle one event and return the decisions that follow. Events of jobs that have left are ignored.
 
         Raises:
             ValueError: a job is submitted whose id is live already.
@@ -171,11 +172,11 @@ class GangPolicy(PolicyState, ABC):
     # -- for subclasses --------------------------------------------------------------------------------------------
 
     def take(self, job: JobView, reason: str) -> Admit:
-        """Admit without a promise."""
+        """Admit a job without a promise."""
         return Admit(job.job_id, Terms.BEST_EFFORT, None, None, reason)
 
     def refuse(self, job: JobView, reason: str, offer_s: float | None = None) -> Admit | Reject | Wait:
-        """Do what the submitter asked for in case that the deadline cannot be promised."""
+        """Return the submitter's choice (``on_reject``) for a job whose deadline cannot be promised."""
         spec = job.job.job
         choice, deadline = spec.on_reject, spec.deadline_s
         if choice is OnReject.BEST_EFFORT:
@@ -186,12 +187,12 @@ class GangPolicy(PolicyState, ABC):
                 return Wait(job.job_id, f"waits for capacity until {moment(until)}: {reason}", until)
         return Reject(job.job_id, reason, offer_s)
 
-    def keeps(self, job: GangJob) -> bool:  # noqa: ARG002  (by default all do)
-        """Whether a job whose last step is made holds its slots, whoever else wants them, until it has left."""
+    def keeps(self, job: GangJob) -> bool:  # noqa: ARG002  (by default the same for every job)
+        """Whether a job whose last step is made keeps its slots until it has left, even if another job wants them."""
         return True
 
     def seats(self, wanted: Wanted, free: int) -> tuple[dict[str, int], dict[str, str]]:
-        """Slots (masks) for what is wanted, out of ``free``, and why each job has them."""
+        """Return slots (masks) out of ``free`` for the claims in ``wanted``, and the reason for each job."""
         grants, reasons = self._grant(wanted, Room(self.layout, free))
         held = {job_id: self.jobs[job_id].mask for job_id, _ in grants}
         return seat(self.layout, free, grants, held), reasons
@@ -206,7 +207,7 @@ class GangPolicy(PolicyState, ABC):
             reason = f"no block of at least {job.min_workers} slots exists in this cluster, or none it was measured at"
             return [Reject(job.job_id, reason, None), *self._wake(now)]
         verdict = self.judge(self.view(live, now))
-        if isinstance(verdict, Reject):  # leaves no trace: a plan that was rolled forward stays true to the last digit
+        if isinstance(verdict, Reject):  # leaves no trace, so a plan that was rolled forward stays exact
             return [verdict, *self._wake(now)]
         self._numbers += 1
         self.jobs[job.job_id] = live
@@ -221,14 +222,14 @@ class GangPolicy(PolicyState, ABC):
             job.changed()
 
     def _retry(self, now: float) -> list[Decision]:
-        """Ask again for those who wait."""
+        """Judge waiting jobs again."""
         out: list[Decision] = []
         for job in [job for job in self.jobs.values() if job.phase is Phase.WAITING]:
             out += self._conclude(job, self.judge(self.view(job, now)))
         return out
 
     def _conclude(self, job: GangJob, verdict: Admit | Reject | Wait) -> list[Decision]:
-        """What a verdict on a job that waits changes; nothing where it goes on waiting."""
+        """Apply a verdict on a waiting job; nothing changes if it keeps waiting."""
         if isinstance(verdict, Wait):
             return []
         if isinstance(verdict, Reject):
@@ -276,7 +277,7 @@ class GangPolicy(PolicyState, ABC):
         return told + self._replan(now, why, retry=True)
 
     def _as_expected(self, job: GangJob, before_s: float | None, now: float) -> bool:
-        """Whether a report leaves a job's end so nearly where it was that nobody need be asked."""
+        """Whether a report moves a job's end so little that no replanning is needed."""
         after_s = self.projected_finish_s(job.job_id)
         if before_s is None or after_s is None or before_s <= now or after_s <= now:
             return False
@@ -286,7 +287,7 @@ class GangPolicy(PolicyState, ABC):
     # -- from wishes to slots --------------------------------------------------------------------------------------
 
     def _replan(self, now: float, why: str, *, retry: bool = False) -> list[Decision]:
-        """Ask for what is wanted now, and order it."""
+        """Ask the subclass what is wanted now, and issue the decisions."""
         out = self._retry(now) if retry else []
         usable, views, kept = self.usable(now), [], 0
         for job in self.jobs.values():
@@ -296,7 +297,7 @@ class GangPolicy(PolicyState, ABC):
                 continue
             view = self.view(job, now)
             if view.has_trained and self.keeps(job):
-                kept |= job.mask  # its last step is made, and the word of its end is on its way
+                kept |= job.mask  # its last step is made, and its end will be reported soon
             elif view.speeds:
                 views.append(view)
         free = usable & ~kept
@@ -314,7 +315,7 @@ class GangPolicy(PolicyState, ABC):
         return out + self._wake(now)
 
     def _warn(self, now: float, out: list[Decision]) -> None:
-        """Say which promises no size can keep any more, and which can be kept again."""
+        """Announce promises that no size can keep any more, and those that can be kept again."""
         for job in self.jobs.values():
             deadline = job.job.deadline_s
             if not job.promised or deadline is None:
@@ -331,7 +332,7 @@ class GangPolicy(PolicyState, ABC):
                 job.at_risk = False
 
     def _wake(self, now: float) -> list[Decision]:
-        """Ask again for what was last asked for."""
+        """Repeat the last requested wake-up."""
         return [] if self._wake_s is None else [WakeMeAt(max(self._wake_s, now))]
 
     def _hopeless_times(self, now: float) -> list[float]:
@@ -362,7 +363,7 @@ class GangPolicy(PolicyState, ABC):
         out: list[Decision],
         why: str,
     ) -> None:
-        """Suspend and resize so that everybody holds exactly its seats."""
+        """Suspend and resize so that every job holds exactly its assigned slots."""
         growing: list[tuple[GangJob, int]] = []
         for job in self.jobs.values():
             target = seats.get(job.job_id, job.mask & kept)

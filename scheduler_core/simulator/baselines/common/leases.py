@@ -1,8 +1,8 @@
-"""Leases of one term each: a schedule in which everybody gets enough of them in time (Chronus, SoCC 2021).
+"""Schedules of one-term leases in which every job gets enough leases in time (Chronus, SoCC 2021).
 
-A greedy filling by deadline finds most schedules; where it fails, a mixed-integer program (HiGHS through scipy, an
-optional dependency). Every schedule names the terms of each job, so it is its own proof. Knows no clock and no curves,
-only sizes, numbers of leases and terms.
+A greedy filling by deadline finds most schedules; if it fails, a mixed-integer program is solved (HiGHS through scipy,
+an optional dependency). Every schedule lists the terms of each job, so it is its own proof. Knows no clock and no
+curves, only sizes, numbers of leases and terms.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 SOLVER_LIMIT_S = 1.0
-"""How long the solver may look for a schedule before it counts as not there."""
+"""Time limit of the solver; if it finds no schedule by then, there is taken to be none."""
 
 Rows = npt.NDArray[np.int32]
-"""By level and term: slots in free blocks of at least ``2**level``."""
+"""By level and term: slots in free blocks of at least ``2**level`` slots."""
 Schedule = dict[str, tuple[int, ...]]
-"""By job, the terms (from 0) in which it holds a lease, rising."""
+"""By job, the terms (from 0) in which it holds a lease, in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """``leases`` terms of ``size`` slots out of the first ``terms``; one a term."""
+    """A job needs ``leases`` leases of ``size`` slots within the first ``terms`` terms, at most one per term."""
 
     job_id: str
     size: int
@@ -34,7 +34,7 @@ class Demand:
 
     @property
     def level(self) -> int:
-        """Exponent of the size."""
+        """Base-2 logarithm of the size."""
         return self.size.bit_length() - 1
 
     @property
@@ -44,14 +44,14 @@ class Demand:
 
 
 def by_deadline(demands: Iterable[Demand]) -> list[Demand]:
-    """Fewest terms first."""
+    """Sort by number of terms, fewest first."""
     return sorted(demands, key=lambda d: (d.terms, d.terms - d.leases, d.job_id))
 
 
 def greedy(ordered: Sequence[Demand], rows: Rows, first: Collection[str] | None = None) -> Schedule | None:
-    """Fill in the given order, each as early as it can; None if somebody gets too few leases.
+    """Fill in the given order, each job as early as possible; None if a job gets too few leases.
 
-    ``first``: who holds the first term, if that is settled already; they fit there.
+    ``first``: the jobs that hold the first term, if already decided; they must fit there.
     """
     free = rows.copy()
     found: Schedule = {}
@@ -78,7 +78,7 @@ def greedy(ordered: Sequence[Demand], rows: Rows, first: Collection[str] | None 
 def beside(
     schedule: Mapping[str, Sequence[int]], demands: Sequence[Demand], newcomer: Demand, rows: Rows
 ) -> Schedule | None:
-    """The newcomer as early as it fits beside a schedule that stays as it is; None if it does not, or that does not."""
+    """Add a new job as early as it fits to an unchanged schedule; None if it does not fit or the schedule fails."""
     free = rows.copy()
     found: Schedule = {}
     for demand in demands:
@@ -96,7 +96,7 @@ def beside(
 
 
 def _room(free: Rows, demand: Demand) -> npt.NDArray[np.intp]:
-    """Terms in which there is room for one more gang of this size, in order."""
+    """Return the terms with room for one more gang of this size, in order."""
     if demand.level >= free.shape[0]:
         return np.zeros(0, dtype=np.intp)
     window = free[: demand.level + 1, : demand.terms]
@@ -104,11 +104,11 @@ def _room(free: Rows, demand: Demand) -> npt.NDArray[np.intp]:
 
 
 def solve(demands: Sequence[Demand], rows: Rows) -> Schedule | None:
-    """Search by a mixed-integer program; None if it finds none.
+    """Search for a schedule with a mixed-integer program; None if it finds none.
 
-    One whole number a job and span of terms between two deadlines: the leases it gets there, at most as many as the
-    span has terms. That is a relaxation (gangs of different sizes may not stack as their sums say), so what it finds is
-    laid out term by term, and counts only if that succeeds.
+    It has one integer per job and span of terms between two deadlines: the leases the job gets there, at most the
+    number of terms in the span. This is a relaxation (gangs of different sizes may not pack as their sums suggest), so
+    the solution is laid out term by term and is valid only if that succeeds.
 
     Raises:
         ImportError: scipy is not installed.
@@ -162,7 +162,7 @@ def solve(demands: Sequence[Demand], rows: Rows) -> Schedule | None:
 def _lay_out(
     demands: Sequence[Demand], spans: Sequence[tuple[int, int]], counts: Mapping[tuple[int, int], int], rows: Rows
 ) -> Schedule | None:
-    """Give each span's leases terms: large gangs first, in the emptiest terms; leftovers wherever there is room."""
+    """Assign terms to each span's leases: large gangs first, in the emptiest terms; leftovers wherever they fit."""
     free = rows.copy()
     found: dict[str, list[int]] = {demand.job_id: [] for demand in demands}
     for number, (begin, end) in enumerate(spans):
@@ -188,7 +188,7 @@ def _lay_out(
 
 
 def schedule_for(demands: Sequence[Demand], rows: Rows) -> Schedule | None:
-    """A schedule in which everybody gets enough, by filling or by the solver."""
+    """Return a schedule that meets all demands, by greedy filling or by the solver; None if none is found."""
     if any(not demand.possible for demand in demands):
         return None
     found = greedy(by_deadline(demands), rows)
@@ -196,7 +196,7 @@ def schedule_for(demands: Sequence[Demand], rows: Rows) -> Schedule | None:
 
 
 def keeping(demands: Sequence[Demand], rows: Rows, running: Sequence[str]) -> Schedule | None:
-    """A schedule whose first term goes to those who must have it and then to ``running``; None: not found."""
+    """Return a schedule whose first term goes to jobs that need it, then to ``running``; None if none is found."""
     if not demands or not rows.shape[1]:
         return None
     free = rows[:, 0].copy()

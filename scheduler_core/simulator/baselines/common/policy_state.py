@@ -1,6 +1,7 @@
-"""What a policy that decides for now remembers: live jobs, their progress between events, the nodes. Decides nothing.
+"""State of a policy that decides for the present: live jobs, their progress and the nodes. Makes no decisions.
 
-Progress is counted exactly as it is charged: every start, resize and migration stops a job (:mod:`work`).
+Progress is counted with the costs that the simulator charges: every start, resize and migration stops a job
+(:mod:`work`).
 """
 
 from __future__ import annotations
@@ -26,38 +27,38 @@ from elasticflow_airflow.scheduler_core.model.work import INFINITY
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView, SharingJob
 
 LEAVE_S = 60.0
-"""Gangs leave a draining node this long before it goes."""
+"""Gangs leave a draining node this long before it leaves."""
 
 
 class PolicyState:
-    """Everything that such a policy remembers."""
+    """The complete state of such a policy."""
 
     job_type: ClassVar[type[GangJob]] = GangJob
 
     def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
         self.config = config or SchedulerConfig()
         self.jobs: dict[str, GangJob] = {}
-        """Live jobs in order of arrival, parked and waiting ones included."""
+        """Live jobs in order of arrival, including parked and waiting ones."""
         self._nodes = {node.node_id: node for node in nodes}
         self.layout = Layout(self._nodes.values())
         self._numbers = 0
         self._wake_s: float | None = None
 
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes as last told."""
+        """Return the nodes as last reported."""
         return tuple(self._nodes.values())
 
     def states(self) -> tuple[JobState, ...]:
-        """Everything remembered of every live job, in order of arrival."""
+        """Return the state of every live job, in order of arrival."""
         return tuple(job.state(self.layout) for job in self.jobs.values())
 
     def state(self, job_id: str) -> JobState | None:
-        """Everything remembered of one job; None when it is not live."""
+        """Return the state of one job; None if it is not live."""
         job = self.jobs.get(job_id)
         return None if job is None else job.state(self.layout)
 
     def projected_finish_s(self, job_id: str) -> float | None:
-        """When the last step is made if the job keeps what it holds now; None when that is not known.
+        """Return when the last step is made if the job keeps its present slots; None if unknown.
 
         Raises:
             KeyError: there is no such live job.
@@ -70,19 +71,19 @@ class PolicyState:
 
     @property
     def largest(self) -> int:
-        """Size of the largest block that the cluster has."""
+        """Size of the largest block of the cluster."""
         return self.layout.largest_block
 
     def usable(self, now: float) -> int:
-        """Slots that may be held now: not busy, not about to go away."""
+        """Return the slots (mask) that may be held now: not busy and not about to leave."""
         return self.layout.usable & self.layout.usable_at(now) & self.layout.usable_at(now + LEAVE_S)
 
     def view(self, job: GangJob, now: float) -> JobView:
-        """One job as :meth:`wanted` sees it."""
+        """Return one job as :meth:`wanted` sees it."""
         return JobView(job, self.layout, self.config, now)
 
     def twin(self) -> Self:
-        """An independent copy, for rolling the policy forward."""
+        """Return an independent copy, for rolling the policy forward."""
         twin = copy.copy(self)
         twin.jobs = {}
         for job_id, job in self.jobs.items():
@@ -91,7 +92,7 @@ class PolicyState:
         return twin
 
     def live_job(self, job: Job, now: float) -> GangJob:
-        """A newcomer as a live job, not yet among the others."""
+        """Create the live job of a new job, without adding it to ``jobs``."""
         return self.job_type.newcomer(job, self._numbers, now, best_effort=True)
 
     def _job(self, job_id: str) -> GangJob:
@@ -108,7 +109,7 @@ class PolicyState:
         job.changed()
 
     def _know(self, job: GangJob, size: int, steps_per_s: float) -> None:
-        """Take a speed seen at one size into the curve. What is seen beside others on a slot is a part of it."""
+        """Add a speed observed at one size to the curve; undo the slowdown of a job that shares its slot."""
         if size < 1 or size & (size - 1):
             return
         if isinstance(job, SharingJob):
@@ -122,7 +123,7 @@ class PolicyState:
             return
         job.started = job.ever_started = True
         if now > job.ready_s and job.as_of_s > job.ready_s:
-            return  # a report came in between: it knows better
+            return  # a report came in between and is more accurate
         job.settle(self.layout, self.config, min(now, job.ready_s))
         job.ready_s, job.starting = now, False
         job.changed()
@@ -145,7 +146,7 @@ class PolicyState:
         job.changed()
 
     def _mark_slow(self, job: GangJob, event: ev.SlotSlow, now: float) -> None:
-        """Avoid a slot, and expect the job to be that much faster elsewhere."""
+        """Avoid a slot, and expect the job to be faster elsewhere by the reported gain."""
         job.settle(self.layout, self.config, now)
         if job.job.curve is not None:
             faster = {size: speed * event.gain for size, speed in job.job.curve.steps_per_s.items()}
@@ -155,7 +156,7 @@ class PolicyState:
             self._change_nodes(nodes_avoiding(self._nodes, event).values(), now)
 
     def _change_nodes(self, nodes: Iterable[Node], now: float) -> None:
-        """Take over a new set of nodes: gangs that span nodes stay neighbours, those on lost slots are lost."""
+        """Apply a new set of nodes: nodes of gangs that span several stay neighbours, gangs on lost slots are lost."""
         self._nodes = {node.node_id: node for node in nodes}
         for job in self.jobs.values():
             job.settle(self.layout, self.config, now)

@@ -1,6 +1,6 @@
-"""The base of policies that admit a job when its booking is worth more than it costs at the prices of the moment.
+"""Base class of policies that admit a job if its booking is worth more than it costs at current prices.
 
-What is common to OASiS (INFOCOM 2018) and AOnline (TCC 2022): the utility of an end, and the test of a pay-off above 0.
+Common to OASiS (INFOCOM 2018) and AOnline (TCC 2022): the utility of an end time, and the test for a pay-off above 0.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.prices import
 )
 
 HALF_LIFE_S = 86_400.0
-"""A best-effort job has lost half of its value when it ends so long after its submission."""
+"""A best-effort job is worth half of its value if it ends this long after its submission."""
 
 
 def utility(job: Job, end_s: float) -> float:
-    """What an end at ``end_s`` is worth: the whole value until the deadline and nothing after it.
+    """Return the utility of an end at ``end_s``: the full value until the deadline and 0 after it.
 
-    That is the sigmoid of OASiS (section V) in the limit of a time-critical job. Without a deadline: falling slowly.
+    This is the sigmoid of OASiS (section V) in the limit of a time-critical job. Without a deadline it falls slowly.
     """
     if job.deadline_s is not None:
         return job.value if end_s <= job.deadline_s else 0.0
@@ -39,7 +39,7 @@ def utility(job: Job, end_s: float) -> float:
 
 
 class PricedPolicy(BookingPolicy):
-    """Books what is worth its price. Subclasses say what there is to choose from."""
+    """Books a job if that is worth its price. Subclasses provide the bookings to choose from."""
 
     def __init__(
         self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = (), *, prices: PriceRange | None = None
@@ -49,20 +49,20 @@ class PricedPolicy(BookingPolicy):
 
     @abstractmethod
     def choices(self, work: Work, book: Bookings, over: list[Stretch]) -> Iterator[Course]:
-        """Bookings to choose from; ``over`` is the time from now to the limit with free slots and prices."""
+        """Yield bookings to choose from; ``over`` is the time from now to the limit, with free slots and prices."""
 
     def horizon_s(self, work: Work, book: Bookings) -> float:
-        """Until when prices matter: the limit, or where all that is booked and the job at its slowest have ended."""
+        """Return until when prices matter: the limit, or the end of all bookings plus the job at its slowest."""
         slowest = work.startup_s + work.remaining / work.speeds[rising(work)[0]] + work.tail_s
         return min(work.limit_s, max(book.now, book.times[-1]) + slowest + 1.0)
 
     def offer(self, job: JobView, work: Work, book: Bookings) -> Course | str:
-        """The booking of the greatest pay-off, if that is above 0."""
+        """Return the booking of the greatest pay-off if that is above 0, else the reason why there is none."""
         found = self.best(job, work, book)
         return found if isinstance(found, str) else found[1]
 
     def best(self, job: JobView, work: Work, book: Bookings) -> tuple[float, Course] | str:
-        """The greatest pay-off and its booking; or why there is none."""
+        """Return the greatest pay-off and its booking, or the reason why there is none."""
         sizes = rising(work)
         if work.remaining == INFINITY or not sizes:
             return "its length or its speed is not known, so that nothing can be booked for it"
@@ -87,7 +87,7 @@ class PricedPolicy(BookingPolicy):
         return f"its price of {cheapest:.3g} is above its value of {spec.value:.3g}: others are expected to pay more"
 
     def twin(self) -> Self:
-        """An independent copy."""
+        """Return an independent copy."""
         other = super().twin()
         other.prices = PriceRange(self.prices.headroom, self.prices.highest, self.prices.lowest)
         return other

@@ -1,9 +1,8 @@
-"""Prices of slots over time, for policies that admit a job when it is worth more than the capacity that it takes.
+"""Prices of slots over time, for policies that admit a job if it is worth more than the capacity it takes.
 
-The price function of online primal-dual scheduling (OASiS, INFOCOM 2018, section IV: marginal prices; the same family
-in AOnline, TCC 2022): ``p(g) = L (U / L)^(g / c)`` for a slot-second when ``g`` of ``c`` slots are booked then. An
-empty cluster costs so little (``L``) that any job enters; a full one costs ``U``, more than any job would pay. Knows no
-jobs.
+This is the price function of online primal-dual scheduling (OASiS, INFOCOM 2018, section IV: marginal prices; the same
+family in AOnline, TCC 2022): ``p(g) = L (U / L)^(g / c)`` per slot-second while ``g`` of ``c`` slots are booked. At the
+price of an empty cluster (``L``) any job is admitted; at that of a full one (``U``) no job is. Knows no jobs.
 """
 
 from __future__ import annotations
@@ -19,40 +18,40 @@ from elasticflow_airflow.scheduler_core.model.work import Holding, Work
 
 @dataclass(slots=True)
 class PriceRange:
-    """``U`` and ``L``, learned from the jobs that have come so far: nobody knows those that will.
+    """``U`` and ``L``, learned from the jobs submitted so far, since future jobs are unknown.
 
-    OASiS takes both as given from past jobs. Here the first job sets them and each newcomer widens them before it is
-    priced itself, so that an empty cluster always lets it in. ``headroom`` is the factor by which an empty cluster is
+    OASiS takes both as given from past jobs. Here the first job sets them, and each new job widens them before it is
+    priced itself, so that an empty cluster always admits it. ``headroom`` is the factor by which an empty cluster is
     cheaper than the least that a job would pay (the paper's 1 / 4 eta, which its proof needs to be at least 4).
     """
 
     headroom: float = 4.0
     highest: float = 0.0
-    """``U``: most value per slot-second that a job would pay, at the size at which it takes the fewest."""
+    """``U``: largest value per slot-second of a job, at the size at which it takes the fewest slot-seconds."""
     lowest: float = float("inf")
-    """``L``: least value per slot-second, at the size at which it takes the most, divided by ``headroom``."""
+    """``L``: smallest value per slot-second, at the size at which a job takes the most, over ``headroom``."""
 
     def see(self, value: float, least_slot_s: float, most_slot_s: float) -> None:
-        """Widen the range for a job worth ``value`` that takes between so many slot-seconds."""
+        """Widen the range for a job worth ``value`` that takes between these numbers of slot-seconds."""
         if value > 0.0 and 0.0 < least_slot_s <= most_slot_s:
             self.highest = max(self.highest, value / least_slot_s)
             self.lowest = min(self.lowest, value / most_slot_s / self.headroom)
 
     def price(self, booked: float) -> float:
-        """Price of a slot-second when this part (0 to 1) of the slots is booked; 0 before any job was seen."""
+        """Return the price per slot-second when a fraction ``booked`` (0 to 1) is booked; 0 before the first job."""
         if self.highest <= 0.0:
             return 0.0
         return float(self.lowest * (self.highest / self.lowest) ** min(1.0, max(0.0, booked)))
 
 
 def slot_seconds(work: Work, sizes: Sequence[int]) -> tuple[float, float]:
-    """Fewest and most slot-seconds that a job takes at one of ``sizes`` from its start to its end, pauses included."""
+    """Return the fewest and most slot-seconds that a job takes at one of ``sizes``, from start to end with pauses."""
     costs = [size * (work.startup_s + work.remaining / work.speed(size) + work.tail_s) for size in sizes]
     return min(costs), max(costs)
 
 
 class Stretch(NamedTuple):
-    """A stretch of time in which neither the free slots nor their price change. ``price`` is for a slot-second."""
+    """A stretch of time with constant free slots and constant price. ``price`` is per slot-second."""
 
     start_s: float
     end_s: float
@@ -65,7 +64,7 @@ def stretches(
 ) -> list[Stretch]:
     """Cut ``[start_s, end_s)`` where bookings change; a stretch longer than ``longest_s`` into equal parts.
 
-    ``slots`` is how many the cluster has for planning (``c`` of the price function).
+    ``slots`` is the number of slots available for planning (``c`` of the price function).
     """
     found: list[Stretch] = []
     if end_s <= start_s:
@@ -90,7 +89,7 @@ def stretches(
 
 
 class Bill:
-    """What holdings cost at the prices of stretches that follow on each other; nothing outside of them."""
+    """Computes the cost of holdings at the prices of consecutive stretches; time outside of them is free."""
 
     def __init__(self, over: Sequence[Stretch]) -> None:
         self._times = [stretch.start_s for stretch in over]
@@ -107,5 +106,5 @@ class Bill:
         return self._sums[k] + (min(when_s, self._end_s) - self._times[k]) * self._prices[k]
 
     def of(self, holdings: Sequence[Holding]) -> float:
-        """The sum over holdings of size times price, over their time."""
+        """Return the sum over holdings of size times price, integrated over their time."""
         return sum(h.mask.bit_count() * (self._until(h.end_s) - self._until(h.start_s)) for h in holdings)

@@ -1,4 +1,4 @@
-"""What policies share that decide in rounds: when the next one is, and what happens between two."""
+"""Helpers of policies that decide in rounds: when the next round is, and what happens between two rounds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import J
 
 
 def next_round(last_s: float, now: float, interval_s: float) -> float:
-    """When the round after the one at ``last_s`` is due; at most ``now`` means that it is due now."""
+    """Return when the round after the one at ``last_s`` is due; ``now`` if it is due now or overdue."""
     due = last_s + interval_s
     return now if due <= now + TOLERANCE_S else due
 
 
 def keep_and_start(jobs: Sequence[JobView], sizes: dict[str, tuple[int, ...]] | None = None) -> list[Claim]:
-    """Between two rounds: whoever runs goes on, whoever waits starts on what is idle, first come first.
+    """Return the claims between two rounds: running jobs continue, waiting jobs start on idle slots, first come first.
 
-    ``sizes`` are those that a waiting job may start with, best first; by default its smallest.
+    ``sizes`` are the sizes a waiting job may start with, best first; by default its smallest.
     """
     running = [Claim(job.job_id, (job.size,), "goes on") for job in jobs if job.size]
     waiting = [

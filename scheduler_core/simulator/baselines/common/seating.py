@@ -1,7 +1,7 @@
-"""Room and seats for gangs of chosen sizes: what fits beside what, and which slots everybody gets.
+"""Placement of gangs of given sizes: which gangs fit together, and which slots each gets.
 
-Buddy blocks of :mod:`~elasticflow_airflow.scheduler_core.cluster.placement` (ElasticFlow, ASPLOS 2023, section 4.3),
-for policies that decide for now only. Knows no jobs but their ids, and no time.
+Uses the buddy blocks of :mod:`~elasticflow_airflow.scheduler_core.cluster.placement` (ElasticFlow, ASPLOS 2023, section
+4.3), for policies that decide only for the present. Knows only the ids of jobs, and no time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from elasticflow_airflow.scheduler_core.cluster.placement import Layout, level_o
 
 
 class Room:
-    """Which further gangs can be placed, migrations allowed.
+    """Tracks which further gangs can be placed if migrations are allowed.
 
     Exact for power-of-two gangs on aligned blocks: a set of them fits if and only if for each block size the gangs of
     at least that size do not exceed the slots in free blocks of at least that size.
@@ -24,7 +24,7 @@ class Room:
 
     @property
     def slots(self) -> int:
-        """Free slots."""
+        """Number of free slots."""
         return self._rows[0] if self._rows else 0
 
     def fits(self, size: int) -> bool:
@@ -33,7 +33,7 @@ class Room:
         return level < len(self._rows) and all(row >= size for row in self._rows[: level + 1])
 
     def take(self, size: int) -> None:
-        """Give a gang of ``size`` its room; it must fit."""
+        """Reserve room for a gang of ``size``; it must fit."""
         for level in range(level_of(size) + 1):
             self._rows[level] -= size
 
@@ -43,7 +43,7 @@ class Room:
             self._rows[level] += size
 
     def largest(self) -> int:
-        """Size of the largest gang that still fits (0: none)."""
+        """Return the size of the largest gang that still fits (0: none)."""
         size = 1 << len(self._rows)
         while size and not self.fits(size):
             size >>= 1
@@ -51,13 +51,14 @@ class Room:
 
 
 def seat(layout: Layout, usable: int, wanted: Sequence[tuple[str, int]], held: Mapping[str, int]) -> dict[str, int]:
-    """Slots (masks) for gangs that fit together: ``wanted`` are ids and sizes, ``held`` what each holds now.
+    """Return slots (masks) for gangs that fit together: ``wanted`` are ids and sizes, ``held`` their present slots.
 
-    A gang of unchanged size stays, one that shrinks keeps a part of its block, one that grows does it around its block
-    if it can; running gangs of unchanged size are moved only when there is no block otherwise, as few as possible.
+    A gang of unchanged size stays, a shrinking gang keeps a part of its block, and a growing gang grows around its
+    block if possible. Running gangs of unchanged size are moved only if there is no block otherwise, and as few as
+    possible.
 
     Raises:
-        ValueError: they do not fit together (see :class:`Room`).
+        ValueError: the gangs do not fit together (see :class:`Room`).
     """
     seats: dict[str, int] = {}
     stays: set[str] = set()
@@ -100,7 +101,7 @@ def seat(layout: Layout, usable: int, wanted: Sequence[tuple[str, int]], held: M
 
 
 def _cheapest(layout: Layout, usable: int, size: int, seats: Mapping[str, int], stays: set[str]) -> int:
-    """The block whose clearing moves the fewest gangs that would otherwise stay where they are."""
+    """Return the block whose clearing moves the fewest gangs that would otherwise stay in place."""
     larger = 0
     for mask in seats.values():
         if mask.bit_count() >= size:
