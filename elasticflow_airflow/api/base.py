@@ -46,9 +46,16 @@ def _is_wire(annotation: Any) -> TypeGuard[type[Wire]]:
     return isinstance(annotation, type) and issubclass(annotation, Wire)
 
 
+def _mentions_wire(annotation: Any) -> bool:
+    return _is_wire(annotation) or any(map(_mentions_wire, get_args(annotation)))
+
+
 @cache
 def _unlimited(kind: type[Wire]) -> type[BaseModel]:
     """Return a model with the same fields, types and defaults, but without limits."""
+    for name, field in kind.model_fields.items():
+        if _mentions_wire(field.annotation) and not _is_wire(field.annotation):
+            raise TypeError(f"{kind.__name__}.{name}: a stored message has others only as plain fields")
     fields: dict[str, Any] = {
         name: (_bare_type(field.annotation), Field(default=field.default, default_factory=field.default_factory))
         for name, field in kind.model_fields.items()

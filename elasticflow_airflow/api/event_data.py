@@ -22,7 +22,9 @@ class EventData:
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        optional = {one.name for one in fields(self) if one.default is None}
+        return {name: value for name, value in values.items() if value is not None or name not in optional}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class RejectedData(EventData):
 
     kind = EventKind.REJECTED
     deadline_at: float | None
-    earliest_deadline_at: float | None = None
+    earliest_deadline_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,14 +319,14 @@ class SucceededData(EventData):
     """The job's result; all None for a job that was set aside, of which nothing is known."""
 
     kind = EventKind.SUCCEEDED
-    met: bool | None = None
-    slack_s: float | None = None
-    steps: int | None = None
-    final_loss: float | None = None
-    gpu_seconds: float | None = None
-    rescales: int | None = None
-    checkpoint_path: str | None = None
-    finished_at: float | None = None
+    met: bool | None
+    slack_s: float | None
+    steps: int | None
+    final_loss: float | None
+    gpu_seconds: float | None
+    rescales: int | None
+    checkpoint_path: str | None
+    finished_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,18 +379,22 @@ EVENT_DATA: Mapping[EventKind, type[EventData]] = _all(EventData)
 """Data class by kind; events of any other kind carry no data."""
 
 
-def end_data(state: State, result: JobResult | None) -> EventData:
+_ENDS = {EventKind[state.name] for state in State if state.terminal}
+"""Ends of jobs: nothing may be known of what a job leaves."""
+
+
+def end_data(state: State, result: JobResult | None) -> EventKind | EventData:
     """Return the data of the event that ends a job in this state, filled from its result if there is one."""
-    if state is State.REJECTED:
-        return RejectedData(deadline_at=None)
+    if result is None or state is State.REJECTED:
+        return EventKind[state.name]
     of = {State.SUCCEEDED: SucceededData, State.FAILED: FailedData, State.CANCELLED: CancelledData}[state]
-    return of() if result is None else of(**{one.name: getattr(result, one.name) for one in fields(of)})
+    return of(**{one.name: getattr(result, one.name) for one in fields(of)})
 
 
 def kind_and_data(what: EventKind | EventData) -> tuple[EventKind, dict[str, Any]]:
     """Return the kind of an event and its data. Raises TypeError if a kind that carries data is given without."""
     if isinstance(what, EventData):
         return what.kind, what.as_json()
-    if what in EVENT_DATA:
+    if what in EVENT_DATA and what not in _ENDS:
         raise TypeError(f"an event {what.value!r} carries {EVENT_DATA[what].__name__}")
     return what, {}

@@ -14,9 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticflow_airflow.api import Command
 from elasticflow_airflow.api.insight import REDACTED
 from elasticflow_airflow.bounds import METRICS_DEPTH
+from elasticflow_airflow.service.store.documents.columns import Unreadable
+from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 
 if TYPE_CHECKING:
     from cryptography.fernet import Fernet
@@ -119,17 +120,25 @@ def redact_all(value: Any, secrets: Mapping[str, str], depth: int = METRICS_DEPT
     return value
 
 
-def hidden_values(box: SecretBox, command: Command, sealed: bytes | None) -> dict[str, str]:
+def hidden_values(box: SecretBox, submission: StoredSubmission, sealed: bytes | None) -> dict[str, str]:
     """Return the secrets that must not appear in texts of a job, by name.
 
     If the key is missing, only those in arguments: the workers were then given no secret environment. Raises what
     reading an unreadable stored submission raises.
     """
-    in_args = secrets_in_args(command.args, command.args_shown)
+    in_args = secrets_in_args(*_args_of(submission))
     try:
         return {**in_args, **box.open(sealed)}
     except SecretError:
         return in_args
+
+
+def _args_of(submission: StoredSubmission) -> tuple[Sequence[str], Sequence[str] | None]:
+    """Return the arguments and how they are shown, even if another part of the submission cannot be read."""
+    if isinstance(submission, Unreadable):
+        raw = submission.stored["command"]
+        return raw["args"], raw.get("args_shown")
+    return submission.command.args, submission.command.args_shown
 
 
 def shown_args(args: Sequence[str], as_told: Sequence[str] | None) -> list[str]:

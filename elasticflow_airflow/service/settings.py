@@ -88,7 +88,7 @@ class ServiceSettings(BaseSettings):
     """Steps after the start of a gang that do not count towards its speed."""
     profile_steps: int = Field(default=10, ge=1)
     profile_s: float = Field(default=3.0, gt=0)
-    """A size is measured after ``profile_steps`` steps that took at least a tenth of this, or after this time."""
+    """A size is measured after ``profile_steps`` steps that took at least a third of this, or after this time."""
     profile_limit_s: float = Field(default=60.0, gt=0)
     profile_startup_s: float = Field(default=120.0, gt=0)
 

@@ -8,7 +8,14 @@ import pytest
 
 import elasticflow_airflow.service
 from elasticflow_airflow.api import Event, EventKind, JobResult, State
-from elasticflow_airflow.api.event_data import EVENT_DATA, StartedData, end_data, kind_and_data
+from elasticflow_airflow.api.event_data import (
+    EVENT_DATA,
+    StartedData,
+    WaitingData,
+    WarningData,
+    end_data,
+    kind_and_data,
+)
 from elasticflow_airflow.api.event_kinds import Tone
 
 SOURCES = "\n".join(path.read_text() for path in Path(elasticflow_airflow.service.__path__[0]).rglob("*.py"))
@@ -36,7 +43,13 @@ def test_what_an_event_carries_cannot_be_forgotten() -> None:
 def test_every_end_carries_what_is_known_of_the_result(state: State) -> None:
     kind, data = kind_and_data(end_data(state, JobResult(met=True, steps=5)))
     assert kind == EventKind[state.name]
-    assert state is State.REJECTED or (data["met"], data["steps"], data["gpu_seconds"]) == (True, 5, 0.0)
+    assert state is State.REJECTED or (data["met"], data["steps"], data["slack_s"]) == (True, 5, None)
+    assert kind_and_data(end_data(state, None)) == (kind, {})
+
+
+def test_what_an_event_need_not_carry_is_left_out() -> None:
+    assert kind_and_data(WarningData(field="loss")) == (EventKind.WARNING, {"field": "loss"})
+    assert kind_and_data(WaitingData(until=None)) == (EventKind.WAITING, {"until": None})
 
 
 def test_a_state_in_which_jobs_end_is_a_kind_of_event() -> None:

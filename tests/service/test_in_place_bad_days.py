@@ -347,7 +347,9 @@ def test_of_jobs_that_wait_for_each_other_in_a_circle_one_makes_room(make_world)
     world.until(lambda: all(world.status(job).step > 20 for job in jobs), "both train")
     homes = [world.status(job).slots for job in jobs]
     with unit_of_work(world.store) as tx:  # What no plan has made so far: they change places.
-        context = PassContext.open(tx, world.now_s, world.settings, world.reconciler._scheduler, None)
+        context = PassContext.open(
+            tx, world.now_s, world.settings, world.reconciler._scheduler, world.engine.files, None
+        )
         for job, slots in zip(jobs, reversed(homes), strict=True):
             row = context.live(job.job.job_id)
             next_generation.order(

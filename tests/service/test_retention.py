@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from elasticflow_airflow.engines import job_files
 from elasticflow_airflow.runtime.protocol import checkpoint_dir
 from elasticflow_airflow.service.loop import retention
 from elasticflow_airflow.service.store.tables import EventRow, GenerationRow, SampleRow
@@ -69,7 +70,7 @@ def test_a_folder_that_cannot_be_emptied_holds_up_nobody(world, monkeypatch):
 
     job = ended(world)
     (world.incarnation_dir(job) / "logs").mkdir(exist_ok=True)
-    monkeypatch.setattr(retention, "remove", refuse)
+    monkeypatch.setattr(job_files, "remove", refuse)
     world.step(91 * DAY_S)
     assert world.generations(job) == []
     assert not world.reconciler.problem

@@ -13,7 +13,9 @@ from threading import Barrier
 
 import pytest
 
-from elasticflow_airflow.service.secrets import SecretBox, SecretError
+from elasticflow_airflow.service.secrets import SecretBox, SecretError, hidden_values
+from elasticflow_airflow.service.store.documents.columns import Unreadable
+from elasticflow_airflow.service.store.views import UNREADABLE
 
 THREADS, PROCESSES = 24, 3
 IMPORTS = """
@@ -84,6 +86,16 @@ def test_a_file_that_holds_no_key_is_named_and_never_replaced(tmp_path, content)
     with pytest.raises(SecretError, match=r"secret\.key"):
         SecretBox(key_file).open(b"sealed")
     assert key_file.read_bytes() == content
+
+
+def test_secrets_are_hidden_also_where_another_part_of_a_submission_cannot_be_read(tmp_path):
+    box = SecretBox(tmp_path / "secret.key")
+    sealed = box.seal({"TOKEN": "hunter2-of-the-hub"})
+    command = {"args": ["--key", "s3cret-argument"], "args_shown": ["--key", "***"]}
+    hidden = hidden_values(box, Unreadable({"command": command, "labels": 3}, "labels: no mapping"), sealed)
+    assert {"hunter2-of-the-hub", "s3cret-argument"} <= set(hidden.values())
+    with pytest.raises(UNREADABLE):
+        hidden_values(box, Unreadable({"command": 3}, "command: no object"), sealed)
 
 
 def test_what_a_script_reports_of_its_secrets_shows_nowhere(world):

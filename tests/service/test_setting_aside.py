@@ -13,12 +13,15 @@ from starlette.testclient import TestClient
 from support.raw_columns import as_stored, holds_json
 from support.service_parts import insight_of, parts_of
 
+from elasticflow_airflow.api.insight import CalendarRequest, DueRuns
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.decider import Decider
 from elasticflow_airflow.service.decisions.faults import Faults, ServiceFaultError, find_culprits
 from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.http.parts import InsightServices
 from elasticflow_airflow.service.loop import observing
+from elasticflow_airflow.service.requests.forecasting import ForecastService
+from elasticflow_airflow.service.requests.timetable_intake import CalendarService
 from elasticflow_airflow.service.store.documents.columns import Unreadable
 from elasticflow_airflow.service.store.tables import (
     AmendmentRow,
@@ -361,6 +364,33 @@ def test_nobody_is_sent_to_slots_whose_holder_cannot_be_read(make_world, wrong):
     assert set_aside(world, bad)
     assert not [event for job in many for event in world.events(job, "not_started")]
     assert world.status(bad).slots == held
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"past": 3}, {"past": [3]}, {"past": {}}, {"facts": 3}, {"facts": {"signature": 3}}], ids=str
+)
+def test_a_task_of_which_nobody_can_read_how_it_was_spoils_no_feed_and_no_forecast(make_world, wrong):
+    world = make_world()
+    due = world.now_s + 3600
+    for task in ("bad", "good"):
+        job = world.submit(task=task, steps=20, scaling_curve=CURVE, next_run_at=due)
+        assert world.ended(job).state == "succeeded"
+        if task == "bad":
+            poison(world, job, RecurringTaskRow, **wrong)
+    calendar = CalendarService(world.store, world.settings, world.reconciler.hear_of_runs, clock=world.clock)
+    later = [DueRuns(dag_id="daily", task_id=task, due_at=[due, due + 3600]) for task in ("bad", "good")]
+    answer = calendar.feed(CalendarRequest(tasks=later))
+    assert answer.taken == 2
+    assert not any("good" in name for name in answer.unknown)
+    world.step()
+    forecasts = ForecastService(
+        world.store, world.settings, world.reconciler.copy_scheduler, lambda: "", clock=world.clock
+    )
+    assert "good" in {item.task_id for item in forecasts.forecast(24.0).items}
+    assert not world.reconciler.problem
+    assert {json.loads(run.task)[2] for run in world.reconciler._scheduler.expected_runs()} >= {"good"}
+    again = world.submit(task="bad", run="next", steps=20, scaling_curve=CURVE, next_run_at=due + 7200)
+    assert world.ended(again).state == "succeeded"
 
 
 PAGES = ("health", "doctor", "jobs", "jobs?live=true", "cluster", "cluster/history")

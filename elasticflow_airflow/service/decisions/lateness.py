@@ -92,5 +92,5 @@ def _taken_on(context: PassContext, row: IncarnationRow) -> list[IncarnationRow]
 
 def _reject_at_once(context: PassContext, row: IncarnationRow, reason: str) -> None:
     verdict = StoredVerdict(decision="rejected", reason=reason, deadline_at=row.deadline_at)
-    context.give_verdict(row, RejectedData(deadline_at=row.deadline_at), verdict)
+    context.give_verdict(row, RejectedData(deadline_at=row.deadline_at, earliest_deadline_at=None), verdict)
     context.end(row, State.REJECTED, reason)

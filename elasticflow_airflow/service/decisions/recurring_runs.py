@@ -19,6 +19,7 @@ from elasticflow_airflow.service.decisions import task_history
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext, costs_from
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord, TaskFacts
 from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
 from elasticflow_airflow.service.store.store import Reader
@@ -135,7 +136,7 @@ def replace_due(task: RecurringTaskRow, due_at: Iterable[float], now: float) -> 
 
     Runs that are due already may still come and stay; runs that have come or were given up are not expected again.
     """
-    over = [run.due_s for run in task.past]
+    over = [run.due_s for run in readable(task.past) or ()]
     coming = {due for due in due_at if due > now and all(abs(due - known) > _SAME_S for known in over)}
     due = sorted({*(known for known in task.due if known <= now), *coming})
     if due == task.due:
@@ -170,7 +171,7 @@ def _next_dues(submission: JobSubmission, submitted_at: float) -> list[float]:
 
 
 def _remember(task: RecurringTaskRow, run: PastRun) -> None:
-    task.past = (*task.past, run)[-_KEPT:]
+    task.past = (*(readable(task.past) or ()), run)[-_KEPT:]
 
 
 def _release(context: PassContext, task: RecurringTaskRow) -> None:
@@ -195,7 +196,9 @@ def _release_at(run: ExpectedRun | None, due_at: float) -> float:
 
 def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow, due_at: float) -> ExpectedRun | None:
     """Return a due run as the scheduler knows it; None while its speed or its length is unknown."""
-    facts = task.facts
+    facts, runs = readable(task.facts), readable(task.past)
+    if facts is None or runs is None:
+        return None
     past = task_history.past_of(reader.history(task.recurring_key, facts.signature))
     given = facts.scaling_curve
     speeds = task_history.speeds_to_plan_with(given, past.measured) if given else past.speeds
@@ -204,7 +207,7 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
     sigma, sigmas = task_history.sigmas_of(past, given, settings.scheduler_config())
     limits = [size for size in (facts.max_workers, facts.logical_workers) if size is not None]
     return expect(
-        task.past,
+        runs,
         run_id=_run_id(task, due_at),
         task=task.recurring_key,
         due_s=due_at,

@@ -66,7 +66,7 @@ from elasticflow_airflow.service.refusal import Refusal, declared, no_such_job
 from elasticflow_airflow.service.secrets import SecretError, hidden_values
 from elasticflow_airflow.service.store.store import DATABASE_AWAY
 from elasticflow_airflow.service.store.tables import IncarnationRow
-from elasticflow_airflow.service.store.views import event_of, slot_statuses
+from elasticflow_airflow.service.store.views import UNREADABLE, event_of, slot_statuses
 
 log = structlog.get_logger(__name__)
 
@@ -360,9 +360,14 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
 
 def _secrets_of(parts: ServiceParts, row: IncarnationRow) -> dict[str, str]:
     try:
-        return hidden_values(parts.job_service.secrets, row.submission.command, row.secret_env)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return {}  # The stored submission cannot be read, so the job was never started.
+        return hidden_values(parts.job_service.secrets, row.submission, row.secret_env)
+    except UNREADABLE as error:
+        raise Refusal(
+            503,
+            "log_not_readable",
+            f"what is secret in the log of job {row.job_id} cannot be told: its stored submission cannot be read",
+            "read the file in the state directory, or cancel the job and submit it again",
+        ) from error
 
 
 async def _event_stream(

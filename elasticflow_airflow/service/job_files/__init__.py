@@ -1,1 +1,1 @@
-"""What lies on disk for a job: its code, its checkpoints, its heartbeats and logs."""
+"""Code snapshots, and what the engine tells of a job's checkpoints, heartbeats and logs."""

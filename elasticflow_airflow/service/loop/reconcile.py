@@ -477,7 +477,7 @@ class Reconciler:
             raise EngineError(str(error)) from error
 
     def _secrets_to_hide(self, row: IncarnationRow) -> Mapping[str, str]:
-        return hidden_values(self._box, row.submission.command, row.secret_env)
+        return hidden_values(self._box, row.submission, row.secret_env)
 
     def _device_type(self) -> str:
         return self._nodes[0].device_type if self._nodes else ""

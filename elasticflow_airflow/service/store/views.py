@@ -13,6 +13,7 @@ from contextlib import suppress
 from elasticflow_airflow.api import Event, JobResult, JobStatus, SlotStatus, State, Verdict
 from elasticflow_airflow.engines.port import STANDING, EngineNode, GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.store import Reader
 from elasticflow_airflow.service.store.stored_bounds import until_out_of_bounds
 from elasticflow_airflow.service.store.tables import EventRow, GenerationRow, IncarnationRow, JobRow
@@ -72,7 +73,7 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
         plan=stored.plan,
     )
     target = row.target
-    result = row.result
+    result, asked = row.result, readable(row.submission)
     return JobStatus(
         job_id=row.job_id,
         identity=job.identity,
@@ -89,13 +90,13 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
         value=row.value,
         workers=len(slots),
         slots=[(str(node), int(index)) for node, index in slots],
-        consistency=row.submission.consistency,
+        consistency="consistent" if asked is None else asked.consistency,
         logical_workers=row.logical_workers,
         seed=row.seed,
         step=row.step,
         total_steps=row.total_steps,
         loss=row.loss,
-        target_loss=row.submission.target_loss,
+        target_loss=None if asked is None else asked.target_loss,
         smoothed_loss=target and target.smoothed,
         expected_steps=target and target.step,
         expected_steps_at_most=target and target.at_most,
