@@ -21,7 +21,6 @@ checkout; without it there is nothing to do.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -34,7 +33,7 @@ from unittest.mock import patch
 
 from bench_contended import TOO_SMALL
 from bench_policies import DATA, OWN_SIZE, Case, setting_of
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core.model.config import Objective, SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.values import OnReject
@@ -333,12 +332,11 @@ GROUPS: Mapping[str, Group] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="only these groups of tables, with commas between")
     parser.add_argument("--traces", default="", help="only these, with commas between")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"nothing to do: the traces are not at {DATA}")

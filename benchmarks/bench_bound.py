@@ -10,36 +10,26 @@ those of ../shared/data beside the checkout; without it there is nothing to do, 
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
-from results import add_write, show, table
+from bench_policies import CLUSTER01, CLUSTER04, DATA, OWN_SIZE
+from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import clairvoyant_bound
 from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-OWN_SIZE = [
-    ("195job", 16, 8),
-    ("t4_195job", 16, 4),
-    ("cluster10", 32, 8),
-    ("poisson_100job", 16, 8),
-    ("cluster01", 64, 8),
-]
 TOO_SMALL = [("195job", 8, 8), ("195job", 4, 8), ("t4_195job", 8, 4), ("cluster10", 4, 8), ("cluster10", 2, 8)]
-LARGE = [("cluster01", 16, 8), ("cluster04", 128, 8)]
+LARGE = [("cluster01", 16, 8), CLUSTER04]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--traces", default="", help="only these, separated by commas")
     parser.add_argument("--pauses", default="0,1,30", help="seconds, separated by commas")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds for each bound")
     parser.add_argument("--full", action="store_true")
-    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"nothing to do: there are no traces in {DATA}")
@@ -47,7 +37,7 @@ def main() -> None:
     wanted = set(filter(None, args.traces.split(",")))
     pauses = [float(pause) for pause in args.pauses.split(",")]
     found = []
-    for trace, nodes, slots in [*OWN_SIZE, *TOO_SMALL, *(LARGE if args.full else [])]:
+    for trace, nodes, slots in [*OWN_SIZE, CLUSTER01, *TOO_SMALL, *(LARGE if args.full else [])]:
         if wanted and trace not in wanted:
             continue
         rows = read_trace(DATA / "traces" / f"{trace}.csv")

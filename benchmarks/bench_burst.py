@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from results import add_write, show, side_by_side
+from results import parser_of, percentile, show, side_by_side
 
 from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, snapshot_folder
@@ -224,12 +224,6 @@ def ask_on(endpoint: Endpoint, path: str, every_s: float, job_ids: Sequence[str]
             took_s.append(time.monotonic() - due_s)
             due_s += every_s
     found.put((took_s, failed))
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    """The smallest value that so many of all do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
 
 
 # -- what should have been decided -----------------------------------------------------------------------------------
@@ -456,7 +450,7 @@ def rows_of(one: Round, options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--submits", type=int, default=500)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--running", type=int, default=100)
@@ -470,7 +464,6 @@ def main() -> None:
     )
     parser.add_argument("--settle-s", type=float, default=5.0)
     parser.add_argument("--profile", type=Path, help="where py-spy writes what it saw of the service")
-    add_write(parser)
     options = parser.parse_args()
     columns: dict[str, list[tuple[str, str]]] = {}
     ways = [("", options.clients)] + ([(", one by one", 1)] if options.one_by_one else [])

@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy
@@ -99,7 +99,7 @@ def simulate(case: Case) -> Found:
     jobs = prepare(Trace(None, tuple(rows)), curves(), nodes, Conditions(pause_s=PAUSE_S))
     policy = POLICIES[case.variant]
     scheduler = Scheduler(SchedulerConfig(), nodes, policy)
-    told = scheduler if policy is None else CalendarFeed.of(scheduler, rows)
+    told = scheduler if policy is None else CalendarFeed(scheduler, rows)
     result = Simulation(name=case.variant, policy=told, nodes=nodes, jobs=jobs).run()
     task = {row.job_id: row.task for row in rows}
     scheduled = [record for record in result.records if task[record.job_id]]
@@ -171,13 +171,12 @@ def smallest(args: argparse.Namespace, pool: ProcessPoolExecutor, found: dict[Ca
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--days", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=6)
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--processes", type=int, default=2)
-    add_write(parser)
     args = parser.parse_args()
     begin = time.perf_counter()
     print(f"curves: {'a100' if DATA.is_dir() else 'made up'}\n")

@@ -13,7 +13,6 @@ write that the trainer itself makes when it waits.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -26,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from results import add_write, show, table
+from results import parser_of, show, table
 from torch import nn
 
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
@@ -160,12 +159,11 @@ def by_dcp_thread(training: Training, folder: Path) -> Begin:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--megabytes", type=int, default=200, help="size of the state")
     parser.add_argument("--saves", type=int, default=5, help="saves after the first one")
     parser.add_argument("--step-s", type=float, default=0.05, help="about how long a step takes")
     parser.add_argument("--folder", type=Path, default=None, help="where to write (a temporary folder)")
-    add_write(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")

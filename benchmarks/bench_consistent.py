@@ -10,7 +10,6 @@ logical workers, beside a plain loop with one full batch.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from results import add_write, show, table
+from results import parser_of, show, table
 
 SCRIPT = """
 import contextlib, os, sys, time
@@ -105,10 +104,9 @@ def rate(folder: Path, workers: int, way: str, micro_batches: int, steps: int) -
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeat", type=int, default=5)
-    add_write(parser)
     options = parser.parse_args()
     found: dict[str, list[float]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory(prefix="bench-consistent-") as folder:

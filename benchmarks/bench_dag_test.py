@@ -8,7 +8,6 @@ team waits for. Prints medians over ``--repeat`` runs of DAGs with one and with 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -16,7 +15,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.client import Endpoint
 from elasticflow_airflow.testing.cluster import SimulatedCluster
@@ -50,10 +49,9 @@ def refuse(slots: int) -> Endpoint:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--tasks", type=int, default=5)
     parser.add_argument("--repeat", type=int, default=3)
-    add_write(parser)
     arguments = parser.parse_args()
     os.environ["AIRFLOW__LOGGING__LOGGING_LEVEL"] = "ERROR"
     home = Home()

@@ -18,12 +18,13 @@ import statistics
 import time
 from pathlib import Path
 
-from results import add_write, table, write
+from results import parser_of, table, write
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Reject
 from elasticflow_airflow.scheduler_core.model.events import JobFinished, JobSubmitted, WakeUp
 from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Node, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.simulator.outcome import quantile
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "throughput" / "a100"
 
@@ -83,19 +84,14 @@ def make_job(number: int, now: float, chaos: random.Random, curves: list[dict[in
     )
 
 
-def percentile(values: list[float], part: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=None, help="default: 64, then 16, where most are rejected")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--arrivals", type=int, default=200)
     parser.add_argument("--naive", type=int, default=10, help="how many of the arrivals the naive one decides too")
     parser.add_argument("--tight", type=float, default=1.1, help="lower end of deadline / duration")
-    add_write(parser)
     args = parser.parse_args()
     lines: list[str] = []
     for nodes in [64, 16] if args.nodes is None else [args.nodes]:
@@ -154,7 +150,7 @@ def measure(args: argparse.Namespace, nodes: int) -> list[str]:
 
 
 def milliseconds(values: list[float]) -> list[str]:
-    figures = (statistics.median(values), percentile(values, 0.99), max(values))
+    figures = (statistics.median(values), quantile(sorted(values), 0.99), max(values))
     return [str(len(values)), *(f"{1e3 * value:.2f}" for value in figures)]
 
 

@@ -12,12 +12,10 @@ counts from when it was asked until its answer was read, waits for a connection 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import sys
 import tempfile
@@ -33,7 +31,7 @@ os.environ |= {
     "AIRFLOW__LOGGING__LOGGING_LEVEL": "ERROR",
 }
 
-from results import add_write, show, side_by_side  # noqa: E402 - Airflow reads its home when it is imported
+from results import parser_of, percentile, show, side_by_side  # noqa: E402 - Airflow reads its home when it is imported
 
 from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length  # noqa: E402
 from elasticflow_airflow.client import AsyncElasticFlowClient, ElasticFlowClient, Endpoint, snapshot_folder  # noqa: E402
@@ -118,8 +116,7 @@ class Measured:
 
     def ms(self, part: float) -> str:
         """The time that so many of the questions did not exceed, in ms."""
-        ordered = sorted(self.took_s)
-        return f"{1000 * ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)]:.0f}" if ordered else "-"
+        return f"{1000 * percentile(self.took_s, part):.0f}" if self.took_s else "-"
 
 
 async def wait_as_triggers(
@@ -191,12 +188,11 @@ def measure(service: Served, tasks: int, count: int, seconds: float, code: Path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tasks", type=int, default=1000)
     parser.add_argument("--jobs", type=int, help="fewer than tasks, which then share them (default: as many)")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--database", nargs="+", choices=list(NAMES), default=list(NAMES))
-    add_write(parser)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     columns: dict[str, list[tuple[str, str]]] = {}

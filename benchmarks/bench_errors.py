@@ -16,7 +16,6 @@ so.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +25,7 @@ from typing import Any
 
 from bench_contended import TOO_SMALL
 from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case, setting_of
-from results import add_write, table, write
+from results import parser_of, table, write
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
@@ -153,12 +152,11 @@ def rows_of(runs: Sequence[Run], processes: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--traces", default="", help="only these, separated by commas")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
-    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"skipped: needs the data folder {DATA} beside the checkout")

@@ -10,14 +10,13 @@ deadlines jittered as in ``bench_ablation.py``. Needs ../shared/data beside the 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from statistics import mean
 
 from bench_ablation import JITTER, PAUSE_S
 from bench_policies import DATA
 from bench_types import MIXED, mixed_policy
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core.model.values import Node
 from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
@@ -92,9 +91,8 @@ def floor_power_of_two(number: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"skipped: needs the data folder {DATA} beside the checkout")

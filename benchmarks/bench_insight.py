@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.api.insight import WhatIfRequest
@@ -60,11 +60,10 @@ def milliseconds(act: Callable[[], object], times: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--jobs", type=int, default=32)
     parser.add_argument("--passes", type=int, default=200)
     parser.add_argument("--past", type=int, default=1000)
-    add_write(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ef-bench-") as folder:
         measure(Path(folder), options)

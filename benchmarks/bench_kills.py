@@ -12,7 +12,6 @@ Medians over the repetitions, in turns, in one run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -28,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from bench_rescale import SCRIPT, steps
-from results import add_write, show, table
+from results import parser_of, show, table
 from support.gang import Gang
 
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
@@ -125,11 +124,10 @@ def restart(count: int, every_s: float | None) -> tuple[float, int]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=float, default=30.0, help="seconds between kills")
     parser.add_argument("--repeat", type=int, default=5)
-    add_write(parser)
     options = parser.parse_args()
     ways = {
         "in place, undisturbed": (in_place, None),

@@ -9,7 +9,6 @@ One worker, one CPU thread. A net so small that its own arithmetic is next to no
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -17,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from results import add_write, show, table
+from results import parser_of, show, table
 
 SCRIPT = """
 import os, sys, time
@@ -145,10 +144,9 @@ def measure(kind: str, turns: int, steps: int) -> dict[tuple[str, int], list[flo
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--turns", type=int, default=20)
-    add_write(parser)
     options = parser.parse_args()
     rows = []
     for kind, name in KINDS.items():

@@ -26,7 +26,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from results import DOCS, add_write, file_of_command, table, write
+from results import DOCS, file_of_command, table, write
+from results import parser_of as parser_with_write
 
 from elasticflow_airflow.scheduler_core.simulator.compare import Comparison, bound_of
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Played, Setting, parse_contenders, play
@@ -196,14 +197,13 @@ Plan = Sequence[tuple[Case, Sequence[str]]]
 
 
 def parser_of(text: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_with_write(text)
     parser.add_argument("--traces", default="", help="only these, with commas between")
     parser.add_argument("--policies", default="", help="only these, with commas between")
     parser.add_argument("--pause-s", type=float, default=30.0)
     parser.add_argument("--bound-limit-s", type=float, default=60.0, help="time for a bound, 0: none")
     parser.add_argument("--exact", action="store_true", help="all speeds are known exactly, and no margin is kept")
     parser.add_argument("--plots", type=Path, help="draw each comparison into a folder of this one")
-    add_write(parser)
     return parser
 
 

@@ -11,7 +11,6 @@ bench_policies.py.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 from bench_contended import TOO_SMALL
 from bench_policies import CLUSTER01, DATA, OWN_SIZE, Case, setting_of
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, play
@@ -76,11 +75,10 @@ def plain(cases: Sequence[Case], pool: ProcessPoolExecutor) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--traces", default="", help="only these, with commas between")
     parser.add_argument("--pauses", default=PAUSES_S, help="seconds, with commas between")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    add_write(parser)
     args = parser.parse_args()
     if not DATA.is_dir():
         print(f"nothing to do: the traces are not at {DATA}")

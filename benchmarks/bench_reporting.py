@@ -11,14 +11,13 @@ for orientation, also ms per step with reporting and, in turns with it, with all
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 
-from results import add_write, show, table
+from results import parser_of, show, table
 
 SCRIPT = """
 import os, sys, time
@@ -125,10 +124,9 @@ def measure(way: str, kind: str, steps: int) -> list[float]:
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--repeat", type=int, default=5)
-    add_write(parser)
     arguments = parser.parse_args()
     rows = []
     for kind, title in KINDS.items():

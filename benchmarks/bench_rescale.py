@@ -12,7 +12,6 @@ joiner received.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import statistics
@@ -24,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from results import add_write, show, table
+from results import parser_of, show, table
 from support.gang import Gang
 
 from elasticflow_airflow.runtime.protocol import ReportKind
@@ -135,11 +134,10 @@ def restart(folder: Path, model: str, before: int, after: int) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=SIZES, default="small")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--changes", default="1-2,2-4,4-2,2-1")
-    add_write(parser)
     options = parser.parse_args()
     pairs = [part.split("-") for part in options.changes.split(",")]
     changes = [(int(a), int(b)) for a, b in pairs]

@@ -11,7 +11,6 @@ Processor time, not wall-clock time: other work on the machine does not count.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -19,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model.events import Event, JobFinished, JobProgressed, WakeUp
@@ -117,12 +116,11 @@ def one(states: Sequence[JobState], nodes: int, chaos: random.Random, reports: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--largest", type=int, default=3000)
     parser.add_argument("--smallest", type=int, default=100)
     parser.add_argument("--reports", type=int, default=3)
     parser.add_argument("--seed", type=int, default=7)
-    add_write(parser)
     args = parser.parse_args()
     rows = []
     for kind in KINDS:

@@ -11,7 +11,6 @@ the memory of this process. Processor time, not wall-clock time: other work on t
 
 from __future__ import annotations
 
-import argparse
 import random
 import resource
 import statistics
@@ -19,7 +18,7 @@ import sys
 import time
 from dataclasses import replace
 
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
@@ -145,10 +144,9 @@ def filling(count: int, chaos: random.Random) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--largest", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=24)
-    add_write(parser)
     args = parser.parse_args()
     rows = []
     for count in (10, 100, 1000, 10_000):

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
@@ -59,10 +59,9 @@ def submission(run: str, snapshot: str, **given: object) -> JobSubmission:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--submits", type=int, default=60)
     parser.add_argument("--running", type=int, default=8)
-    add_write(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ef-bench-") as folder:
         state_dir, code = Path(folder) / "state", Path(folder) / "code"

@@ -9,7 +9,6 @@ pool. Medians of the repetitions; the best and the worst beside them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import statistics
@@ -17,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
@@ -82,9 +81,8 @@ def wait_for_pool(state_dir: Path, times: int) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--repeat", type=int, default=5)
-    add_write(parser)
     options = parser.parse_args()
     found: dict[str, list[float]] = {"warm": [], "cold": []}
     with tempfile.TemporaryDirectory(prefix="ef-bench-") as name:

@@ -12,14 +12,13 @@ lengths. Data: ../shared/data beside the checkout.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import mean
 
 from bench_policies import DATA
-from results import add_write, show, table
+from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Decision
@@ -249,9 +248,8 @@ TABLES = {"types": types, "generations": generations, "sharing": sharing, "noise
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="only these tables (types, sharing, ...), commas between")
-    add_write(parser)
     args = parser.parse_args()
     only = {name for name in args.only.split(",") if name}
     if not DATA.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -34,11 +35,19 @@ def side_by_side(head: str, columns: Mapping[str, Sequence[tuple[str, str]]]) ->
     return table([head, *columns], rows)
 
 
-def add_write(parser: argparse.ArgumentParser) -> None:
-    """Give a benchmark the option ``--write``."""
+def percentile(values: Sequence[float], part: float) -> float:
+    """The smallest value that so many of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser for a benchmark that this describes, with the option ``--write``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--write", action="store_true", help="also write the tables into benchmarks/results/ and where docs/ shows them"
     )
+    return parser
 
 
 def show(name: str, lines: Sequence[str], args: argparse.Namespace) -> None:

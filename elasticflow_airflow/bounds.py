@@ -203,15 +203,15 @@ def key_problem(namespace: str, dag_id: str, task_id: str) -> str | None:
     )
 
 
-def json_problem(value: Any, depth: int = METRICS_DEPTH, size: int = METRICS_BYTES) -> str | None:
+def json_problem(value: Any) -> str | None:
     """Return what is wrong with a JSON value to store, or None: depth, serialised size, numbers and strings."""
     level: list[Any] = [value]
-    for _ in range(depth + 1):
+    for _ in range(METRICS_DEPTH + 1):
         deeper: list[Any] = []
         for one in level:
             if isinstance(one, float) and not math.isfinite(one):
                 return "holds a number that is not finite: leave it out, or give it as a text"
-            problem = text_problem(one, size) if isinstance(one, str) else None
+            problem = text_problem(one, METRICS_BYTES) if isinstance(one, str) else None
             if problem is not None:
                 return f"holds a text that {problem}"
             if isinstance(one, Mapping):
@@ -222,12 +222,14 @@ def json_problem(value: Any, depth: int = METRICS_DEPTH, size: int = METRICS_BYT
             break
         level = deeper
     else:
-        return f"is nested more than {depth} deep: flatten it"
+        return f"is nested more than {METRICS_DEPTH} deep: flatten it"
     try:
         length = len(json.dumps(value))
     except (TypeError, ValueError):
         return "is no JSON: give numbers, texts, lists and objects"
-    return f"has {length} bytes as JSON, and may have {size}: shorten it" if length > size else None
+    if length <= METRICS_BYTES:
+        return None
+    return f"has {length} bytes as JSON, and may have {METRICS_BYTES}: shorten it"
 
 
 def clean_text(text: str, most: int = MESSAGE_CHARACTERS, *, tail: bool = False) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,20 @@ class ElasticFlowHook(BaseHook):
         except ElasticFlowError as error:
             raise UnusableConnection(f"{named_by}: {error}") from error
         return replace(found, named_by=named_by)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address of a service, and the namespace of this Airflow's jobs there. Several connections may share one."""
+
+    endpoint: Endpoint
+    namespace: str
+
+    @classmethod
+    def of(cls, conn_id: str) -> Address:
+        """Look up a connection; starts no service. Raises MissingConnection, UnusableConnection."""
+        hook = ElasticFlowHook(conn_id)
+        return cls(hook.endpoint(start=False), hook.namespace)
 
 
 def distributed_executor() -> str | None:

@@ -371,7 +371,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
             namespace=hook.namespace,
             retries=self.retries or 0,
             dag_alerts=self._dag_alerts,
-            ended_jobs=lambda: ended_jobs(hook, context["ti"]),
+            ended_jobs=lambda identity: ended_jobs(hook, identity),
         )
         # Outside dag.test() the same try may run twice (its scheduler died): the second run is a new owner with its
         # own claim.

@@ -98,21 +98,9 @@ class Prediction:
         """Return the steps left after ``done`` steps."""
         return max(0.0, self.steps - done)
 
-    def at_most(self, deviations: float = 1.0) -> float:
+    def at_most(self) -> float:
         """Return a pessimistic number of steps, for promises."""
-        return math.inf if math.isinf(self.error) else self.steps * math.exp(deviations * self.error)
-
-
-def fit(curve: LossCurve) -> ConvergenceModel | None:
-    """Fit the model by bounded weighted least squares; None if there are too few points.
-
-    Points near the end weigh most, outliers little (Huber). b2 is not below zero unless losses are.
-    """
-    curve = curve.coarser(POINTS)
-    if len(curve.losses) < FEWEST_POINTS:
-        return None
-    steps, losses = _points(curve)
-    return _fit(steps, losses, _recency(steps))
+        return math.inf if math.isinf(self.error) else self.steps * math.exp(self.error)
 
 
 def predict(curve: LossCurve, target_loss: float, *, earlier: LossCurve | None = None) -> Prediction | None:
@@ -190,7 +178,10 @@ def _recency(steps: Floats) -> Floats:
 
 
 def _fit(steps: Floats, losses: Floats, weights: Floats, start: ConvergenceModel | None = None) -> ConvergenceModel:
-    """Fit by least squares in scaled units: steps relative to the run, losses relative to their range."""
+    """Fit by bounded least squares in scaled units: steps relative to the run, losses relative to their range.
+
+    Outliers count little (Huber). b2 is not below zero unless losses are.
+    """
     span = float(losses.max() - losses.min())
     if span <= 0.0:
         # A flat curve: the loss stays where it is.

@@ -25,6 +25,7 @@ from elasticflow_airflow.scheduler_core.model.decisions import (
     Suspend,
     Terms,
 )
+from elasticflow_airflow.scheduler_core.model.explain import workers
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.model.values import (
     Job,
@@ -439,7 +440,7 @@ class Scheduler:
         """Record that a gang makes steps; return whether to plan again because that was not expected now."""
         if set(placement.slots) != set(job.placement.slots) or job.started or not job.mask:
             return False
-        job.started = job.ever_started = True
+        job.started = True
         job.joined_s = -INFINITY
         job.changed()
         if job.profiling is not None:
@@ -465,7 +466,7 @@ class Scheduler:
             return state.wake(now)
         job.settle(state.layout, self.config, now)
         job.placement, job.mask, job.ready_s, job.starting = placement, mask, now, False
-        job.started = job.ever_started = True
+        job.started = True
         job.joined_s = -INFINITY
         if job.profiling is not None:
             job.profiling, job.course = None, None
@@ -474,8 +475,7 @@ class Scheduler:
             end = max((h.end_s for h in job.course.holdings), default=now)
             job.course = job.course._replace(holdings=(Holding(now, max(end, now + 2 * TOLERANCE_S), mask),))
             state.late.add(job.job_id)
-        workers = "1 worker" if placement.workers == 1 else f"{placement.workers} workers"
-        return self._decider.replan(now, f"{job.job_id} goes on with {workers}", retry=False)
+        return self._decider.replan(now, f"{job.job_id} goes on with {workers(placement.workers)}", retry=False)
 
     def _lose_gang(self, job: LiveJob, now: float) -> None:
         state = self._state
@@ -536,7 +536,6 @@ def _job_of(state: JobState, mask: int) -> LiveJob:
         ready_s=state.no_progress_until_s,
         starting=state.starting,
         joined_s=state.joined_s,
-        ever_started=state.ever_started,
         at_risk=state.at_risk,
         measured=dict(state.measured),
         evidence={size: Evidence(tuple(windows)) for size, windows in state.evidence.items()},

@@ -28,6 +28,8 @@ from torch import Tensor
 
 from elasticflow_airflow.runtime import load_weights
 
+TEXTS_AT_ONCE = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -89,12 +91,12 @@ def probe(model: TextClassifier, train: list[docstrings.Row], test: list[docstri
 
 
 @torch.inference_mode()
-def apply(function: Callable[..., Tensor], tokens: dict[str, Tensor], size: int = 32) -> Tensor:
-    """Apply a function to all texts, 32 of about the same length at a time: the padding is not computed."""
+def apply(function: Callable[..., Tensor], tokens: dict[str, Tensor]) -> Tensor:
+    """Apply a function to all texts, some of about the same length at a time: the padding is not computed."""
     lengths = tokens["attention_mask"].sum(1)
     order = lengths.argsort()
     outputs = []
-    for chosen in order.split(size):
+    for chosen in order.split(TEXTS_AT_ONCE):
         longest = int(lengths[chosen].max())
         outputs.append(function(**{name: values[chosen, :longest] for name, values in tokens.items()}))
     return torch.cat(outputs)[order.argsort()]

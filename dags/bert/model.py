@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,13 +23,17 @@ transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message=".*not loaded.*", module="transformers")
 
+WEIGHT_DECAY = 0.01
+HEAD_FACTOR = 10.0
+WARM_UP_SHARE = 0.1
+
 
 class TextClassifier(nn.Module):
     """Says which of ``classes`` a text belongs to."""
 
-    def __init__(self, classes: int, model_dir: Path | None = None) -> None:
+    def __init__(self, classes: int) -> None:
         super().__init__()
-        self.encoder = AutoModel.from_pretrained(model_dir or get_model_path(), add_pooling_layer=False)
+        self.encoder = AutoModel.from_pretrained(get_model_path(), add_pooling_layer=False)
         width = self.encoder.config.hidden_size
         self.dropout = nn.Dropout(self.encoder.config.hidden_dropout_prob)
         self.head = nn.Linear(width, classes)
@@ -52,25 +55,25 @@ class TextClassifier(nn.Module):
         for block in blocks[: max(0, len(blocks) - layers)]:
             block.requires_grad_(False)
 
-    def parameter_groups(self, lr: float, weight_decay: float = 0.01, head_factor: float = 10.0) -> list[dict]:
+    def parameter_groups(self, lr: float) -> list[dict]:
         """What the optimizer takes: the new head learns faster than the pretrained layers."""
         pretrained = [p for p in self.encoder.parameters() if p.requires_grad]
         return [
-            {"params": pretrained, "lr": lr, "weight_decay": weight_decay},
-            {"params": list(self.head.parameters()), "lr": lr * head_factor, "weight_decay": weight_decay},
+            {"params": pretrained, "lr": lr, "weight_decay": WEIGHT_DECAY},
+            {"params": list(self.head.parameters()), "lr": lr * HEAD_FACTOR, "weight_decay": WEIGHT_DECAY},
         ]
 
 
-def tokenise(texts: Sequence[str], max_length: int, model_dir: Path | None = None) -> dict[str, Tensor]:
+def tokenise(texts: Sequence[str], max_length: int) -> dict[str, Tensor]:
     """Tensors of one fixed shape (texts, max_length), so that every batch costs the same."""
-    tokenizer = AutoTokenizer.from_pretrained(model_dir or get_model_path())
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
     encoded = tokenizer(list(texts), truncation=True, padding="max_length", max_length=max_length, return_tensors="pt")
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 
 
-def warm_up_then_decay(optimizer: torch.optim.Optimizer, total_steps: int, warm_up_share: float = 0.1):
-    """Learning rate: up linearly over the first ``warm_up_share`` of all steps, then down linearly to zero."""
-    warm_up = max(1, round(total_steps * warm_up_share))
+def warm_up_then_decay(optimizer: torch.optim.Optimizer, total_steps: int):
+    """Learning rate: up linearly over the first ``WARM_UP_SHARE`` of all steps, then down linearly to zero."""
+    warm_up = max(1, round(total_steps * WARM_UP_SHARE))
 
     def factor(step: int) -> float:
         if step < warm_up:

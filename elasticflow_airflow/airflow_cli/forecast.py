@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from elasticflow_airflow.airflow_cli.process_context import reading_the_database
 from elasticflow_airflow.cli.connection import BAD_INPUT, what_is_wrong
 from elasticflow_airflow.cli.forecast import MISSED, NOT_KEPT, Check, FailOnMiss, Hours
+from elasticflow_airflow.cli.terminal.lines import say
 
 _AWAY_S = 10.0
 
@@ -45,13 +46,13 @@ def forecast(
         with reading_the_database():
             missed = _forecast(dag_files, hours, conn_id, only_new=only_new)
     except BadDagFileError as error:
-        _say(f"{error}", "red")
+        say(f"{error}", "red")
         sys.exit(BAD_INPUT)
     except ValidationError as error:
-        _say(what_is_wrong(error), "red")
+        say(what_is_wrong(error), "red")
         sys.exit(BAD_INPUT)
     except (ElasticFlowError, AirflowException) as error:
-        _say(f"the service could not be asked: {error}", "red")
+        say(f"the service could not be asked: {error}", "red")
         sys.exit(BAD_INPUT)
     if missed and (fail_on_miss or check):
         sys.exit(MISSED if fail_on_miss else NOT_KEPT)
@@ -75,12 +76,12 @@ def _forecast(dag_files: list[str], hours: float, chosen_conn_id: str | None, *,
         window = timedelta(hours=hours)
         made, left_out = trimmed(plan(dags, namespaces=names, now=pendulum.now("UTC"), window=window))
         if left_out:
-            _say(f"{left_out} of the latest runs are left out: so many cannot be asked about at once", "yellow")
+            say(f"{left_out} of the latest runs are left out: so many cannot be asked about at once", "yellow")
         if not made.tasks:
-            _say("no elastic task in these files")
+            say("no elastic task in these files")
             return 0
     if not made.runs and dag_files:
-        _say("no run of these files is due by a timetable: asking about everything else")
+        say("no run of these files is due by a timetable: asking about everything else")
     by_conn = made.runs
     if chosen_conn_id or not by_conn:
         conn_id = chosen_conn_id or ElasticFlowHook.default_conn_name
@@ -96,22 +97,16 @@ def _forecast(dag_files: list[str], hours: float, chosen_conn_id: str | None, *,
         bad = [item for item in answer.items if item.outcome in ("missed", "at_risk")]
         new = [item for item in bad if item.planned or _key(item) not in already]
         missed += len(new) if only_new else len(bad)
-        _say(f"{conn_id}: {answer.summary}" if len(by_conn) > 1 else answer.summary)
+        say(f"{conn_id}: {answer.summary}" if len(by_conn) > 1 else answer.summary)
         if runs and len(new) < len(bad):
-            _say(f"{len(bad) - len(new)} of them would not be kept without these files either")
+            say(f"{len(bad) - len(new)} of them would not be kept without these files either")
     for unknown in made.unknown:
         due = "" if unknown.due is None else f", due {unknown.due:%a %Y-%m-%d %H:%M %Z}"
-        _say(f"of {unknown.task}{due} nobody can say: {unknown.reason}", "yellow")
+        say(f"of {unknown.task}{due} nobody can say: {unknown.reason}", "yellow")
     if made.best_effort:
-        _say(f"best effort, without a deadline: {', '.join(made.best_effort)}")
+        say(f"best effort, without a deadline: {', '.join(made.best_effort)}")
     return missed
 
 
 def _key(item: Any) -> tuple[Any, ...]:
     return (item.kind, item.task, item.job_id, item.due_at)
-
-
-def _say(what: str, style: str | None = None) -> None:
-    from rich.console import Console
-
-    Console(highlight=False, soft_wrap=True).print(what, style=style, markup=False)

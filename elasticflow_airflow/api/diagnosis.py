@@ -45,3 +45,8 @@ def warning(name: str, message: str, remedy: str) -> Finding:
 def problem(name: str, message: str, remedy: str) -> Finding:
     """Return the finding of a check that found something that will not work."""
     return Finding(name=name, level="problem", message=message, remedy=remedy)
+
+
+def plural(number: int, word: str) -> str:
+    """Return a number of things as words."""
+    return f"{number} {word}{'' if number == 1 else 's'}"

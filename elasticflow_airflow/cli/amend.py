@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
-from elasticflow_airflow.api import AmendRequest, JobStatus
+from elasticflow_airflow.api import AmendRequest
 from elasticflow_airflow.api.training_options import MOMENT_FORMS
 from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail
+from elasticflow_airflow.cli.terminal.lines import say
 from elasticflow_airflow.cli.terminal.moments import moment_of
-from elasticflow_airflow.cli.unowned import SILENT, cancel_unowned
+from elasticflow_airflow.cli.unowned import SILENT, cancel_unowned, confirm_cancelling
 from elasticflow_airflow.times import local_moment
 
 _NOT_PROMISED = 3
@@ -42,7 +41,7 @@ def amend(
         request = AmendRequest(claim=job.claim, deadline_at=kept_at, value=value, best_effort=best_effort)
         answer = service.amend(job_id, request)
     if answer.accepted:
-        _print(f"{job_id}: {answer.reason}")
+        say(f"{job_id}: {answer.reason}")
         return
     offer = answer.earliest_deadline_at
     more = "" if offer is None else f"; the earliest deadline that can be promised is {local_moment(offer)}"
@@ -69,24 +68,13 @@ def cancel(
     with client(url, state_dir) as service:
         job = service.status(job_id)
         if job.state.terminal:
-            _print(f"{job_id} is {job.state} already")
+            say(f"{job_id} is {job.state} already")
             return
         if not yes:
-            _ask(job)
+            identity = job.identity
+            what = f"{identity.dag_id}.{identity.task_id}, run {identity.run_id}"
+            total = "" if job.total_steps is None else f" of {job.total_steps}"
+            asked = f"{what}: {job.state}, step {job.step}{total}, {job.workers} workers"
+            confirm_cancelling(f"{job.job_id} ({what})", asked)
         job = service.cancel(job_id, service.status(job_id).claim, reason)
-    _print(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
-
-
-def _ask(job: JobStatus) -> None:
-    identity = job.identity
-    what = f"{identity.dag_id}.{identity.task_id}, run {identity.run_id}"
-    if not sys.stdin.isatty():
-        fail(f"cancel {job.job_id} ({what})? Nobody is here to answer: give --yes")
-    total = "" if job.total_steps is None else f" of {job.total_steps}"
-    if not typer.confirm(f"Cancel {what}: {job.state}, step {job.step}{total}, {job.workers} workers?"):
-        _print("nothing was cancelled")
-        raise typer.Exit(1)
-
-
-def _print(line: str) -> None:
-    Console(highlight=False, soft_wrap=True).print(line, markup=False)
+    say(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from elasticflow_airflow.cli.connection import StateDir, Url, client
 from elasticflow_airflow.cli.forecast import Hours
+from elasticflow_airflow.cli.terminal.lines import say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.times import local_moment
 
@@ -38,7 +38,7 @@ def capacity(
     wants = [*((want, "") for want in answer.wanted_by), *((want, "hopeless, ") for want in answer.hopeless)]
     if wants:
         print_table(_WANTS, [_want_row(want, mark) for want, mark in wants])
-    Console(highlight=False, soft_wrap=True).print(answer.summary, markup=False)
+    say(answer.summary)
 
 
 def _node_row(node: ReleasableNode) -> tuple[str | Text, ...]:

@@ -113,19 +113,14 @@ def client(
 ) -> Iterator[ElasticFlowClient]:
     """Open a client; any error of the service ends the command with its message and status ``refused``.
 
+    Invalid values end it with status 2.
+
     ``retry_for_s``: how long, in seconds, an outage of the service is tolerated, for long-running commands.
     """
-    with refusals(refused):
+    try:
         endpoint = locate(url, state_dir, start=start)
         with ElasticFlowClient(endpoint if start else for_looking(endpoint), retry_for_s=retry_for_s) as opened:
             yield opened
-
-
-@contextmanager
-def refusals(refused: int = REFUSED) -> Iterator[None]:
-    """End the command with the message of a client error and status ``refused``, or of invalid values with status 2."""
-    try:
-        yield
     except ElasticFlowError as error:
         fail(str(error), refused)
     except ValidationError as error:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.api import API_VERSION, ServiceCard
-from elasticflow_airflow.api.diagnosis import Diagnosis, Finding, ok, problem, warning
+from elasticflow_airflow.api.diagnosis import Diagnosis, Finding, ok, plural, problem, warning
 from elasticflow_airflow.cli.connection import StateDir, Url, chosen, locate
 from elasticflow_airflow.client import (
     ElasticFlowClient,
@@ -33,7 +33,6 @@ _SKEW_WARNING_S, _SKEW_PROBLEM_S = 2.0, 30.0
 _SLOW_ANSWER_S = 1.0
 _MARKS = {"ok": ("ok     ", "green"), "warning": ("warning", "yellow"), "problem": ("problem", "bold red")}
 _EMBEDDED = "service.sock"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def doctor(
@@ -100,7 +99,7 @@ def examine(url: str | None, state_dir: Path | None) -> Iterator[Finding]:
 
 def _look_at_way(endpoint: Endpoint) -> Iterator[Finding]:
     parts = urlsplit(endpoint.base_url)
-    if endpoint.socket_path is not None or parts.hostname in _LOOPBACK:
+    if not endpoint.trust_env:  # one of this machine's own addresses
         return
     if parts.scheme == "http" and endpoint.token:
         remedy = "ELASTICFLOW_TLS_CERT and ELASTICFLOW_TLS_KEY at the service and https in its address, or a TLS proxy"
@@ -178,8 +177,4 @@ def _print(findings: Sequence[Finding]) -> None:
     if not counts["problem"] and not counts["warning"]:
         console.print(f"all {counts['ok']} checks are well")
     else:
-        console.print(_plural(counts["problem"], "problem") + ", " + _plural(counts["warning"], "warning"))
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+        console.print(plural(counts["problem"], "problem") + ", " + plural(counts["warning"], "warning"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from elasticflow_airflow.api import ForecastAnswer, ForecastItem
 from elasticflow_airflow.cli.connection import BAD_INPUT, StateDir, Url, client
+from elasticflow_airflow.cli.terminal.lines import say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.times import local_moment
 
@@ -42,7 +42,7 @@ def forecast(
     with client(url, state_dir, refused=BAD_INPUT) as service:
         answer = service.forecast(hours)
     print_outlook(answer)
-    Console(highlight=False, soft_wrap=True).print(answer.summary, markup=False)
+    say(answer.summary)
     if answer.not_kept and (fail_on_miss or check):
         raise typer.Exit(MISSED if fail_on_miss else NOT_KEPT)
 

@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from elasticflow_airflow.api.insight import REDACTED, JobStory, TrainedWith
 from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail
+from elasticflow_airflow.cli.terminal.lines import note
 from elasticflow_airflow.runtime.context import CHECKPOINT_DIR_ENV
 from elasticflow_airflow.runtime.protocol import SUBMITTED_ENV
 
@@ -47,7 +47,7 @@ def reproduce(
             "command repeats that; consistency='consistent' (the default) can be repeated"
         )
     for caution in _cautions(story, trained):
-        Console(stderr=True).print(f"note: {caution}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+        note(f"note: {caution}")
     typer.echo(command(story.submission["command"], trained, into or _new_folder(job_id)))
 
 

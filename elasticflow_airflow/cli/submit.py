@@ -11,12 +11,12 @@ from typing import Any
 
 import typer
 from pydantic import SecretStr, ValidationError
-from rich.console import Console
 
 from elasticflow_airflow.api import JobStatus, JobSubmission, State, Verdict
 from elasticflow_airflow.api.training_options import on_wire
 from elasticflow_airflow.cli.connection import BAD_INPUT, StateDir, Url, client, fail, program, what_is_wrong
 from elasticflow_airflow.cli.logs import read
+from elasticflow_airflow.cli.terminal.lines import note, say
 from elasticflow_airflow.cli.terminal.moments import moment_of
 from elasticflow_airflow.cli.training_flags import with_training_flags
 from elasticflow_airflow.client import ElasticFlowClient, Snapshot, SnapshotError, snapshot_script
@@ -109,7 +109,7 @@ def submit(
     with client(url, state_dir, start=True) as service:
         if dry_run:
             answer = service.dry_run(submission)
-            _say(answer.job_id, answer.verdict, answer.projected_finish_at)
+            _say_verdict(answer.job_id, answer.verdict, answer.projected_finish_at)
             raise typer.Exit(_REJECTED if answer.verdict.decision == "rejected" else 0)
         _submit(service, snapshot, submission, wait=wait)
 
@@ -131,11 +131,11 @@ def _submit(service: ElasticFlowClient, snapshot: Snapshot, submission: JobSubmi
     job = attachment.job
     service.retry_for_s = _AWAY_S  # From now on tolerate a restart of the service: the job survives it, too.
     for warning in attachment.warnings:
-        _note(f"warning: {warning}")
+        note(f"warning: {warning}")
     try:
         if wait is None:
             job = _await_verdict(service, job, submission)
-        _say(job.job_id, job.verdict, job.projected_finish_at, job.state_reason)
+        _say_verdict(job.job_id, job.verdict, job.projected_finish_at, job.state_reason)
         if job.verdict.decision == "rejected":
             raise typer.Exit(_REJECTED)
         if wait:
@@ -145,14 +145,14 @@ def _submit(service: ElasticFlowClient, snapshot: Snapshot, submission: JobSubmi
             job = service.status(job.job_id)
     except KeyboardInterrupt:
         undecided = "" if wait else ", and may still be rejected"
-        _print(f"\n{job.job_id} goes on{undecided}; end it with: {program()} cancel {job.job_id}")
+        say(f"\n{job.job_id} goes on{undecided}; end it with: {program()} cancel {job.job_id}")
         raise typer.Exit(130) from None
     if wait or job.state.terminal:
         _conclude(service, job, attachment.claim)
         return
     if _is_open(job, submission):
-        _print(f"it may still be rejected; the verdict will be told by: {program()} show {job.job_id}")
-    _print(f"follow it with: {program()} logs -f {job.job_id}")
+        say(f"it may still be rejected; the verdict will be told by: {program()} show {job.job_id}")
+    say(f"follow it with: {program()} logs -f {job.job_id}")
 
 
 def _await_verdict(service: ElasticFlowClient, job: JobStatus, submission: JobSubmission) -> JobStatus:
@@ -166,7 +166,7 @@ def _await_verdict(service: ElasticFlowClient, job: JobStatus, submission: JobSu
             break
         if job.state_reason not in ("", said):
             said = job.state_reason
-            _note(f"{job.job_id}: not decided yet, {said}")
+            note(f"{job.job_id}: not decided yet, {said}")
         time.sleep(_POLL_S)
         job = service.status(job.job_id)
     return job
@@ -179,7 +179,7 @@ def _is_open(job: JobStatus, submission: JobSubmission) -> bool:
 
 def _conclude(service: ElasticFlowClient, job: JobStatus, claim: int) -> None:
     if job.verdict.decision == "rejected":
-        _say(job.job_id, job.verdict, None)
+        _say_verdict(job.job_id, job.verdict, None)
         raise typer.Exit(_REJECTED)
     if job.state is not State.SUCCEEDED:
         fail(f"{job.job_id} {job.state}: {job.failure or job.state_reason}")
@@ -189,18 +189,18 @@ def _conclude(service: ElasticFlowClient, job: JobStatus, claim: int) -> None:
     met = "" if result is None or result.met is None else ", in time" if result.met else ", but late"
     # If no step was reported, nothing is known about the training, and the service's reason says so.
     done = f" after {job.step} steps{met}" if job.step else f"{met}: {job.state_reason}"
-    _print(f"{job.job_id} succeeded{done}")
+    say(f"{job.job_id} succeeded{done}")
     if result is not None and result.checkpoint_path:
-        _print(f"checkpoint: {result.checkpoint_path}")
+        say(f"checkpoint: {result.checkpoint_path}")
 
 
-def _say(job_id: str, verdict: Verdict, projected_at: float | None, meanwhile: str = "") -> None:
+def _say_verdict(job_id: str, verdict: Verdict, projected_at: float | None, meanwhile: str = "") -> None:
     reason = verdict.reason or meanwhile
-    _print(f"{job_id}: {verdict.decision.replace('_', ' ')}{f', {reason}' if reason else ''}")
+    say(f"{job_id}: {verdict.decision.replace('_', ' ')}{f', {reason}' if reason else ''}")
     if projected_at is not None:
-        _print(f"projected finish {local_moment(projected_at)}")
+        say(f"projected finish {local_moment(projected_at)}")
     if verdict.earliest_deadline_at is not None:
-        _print(f"the earliest deadline that can be promised is {local_moment(verdict.earliest_deadline_at)}")
+        say(f"the earliest deadline that can be promised is {local_moment(verdict.earliest_deadline_at)}")
 
 
 def _new_run(now: float) -> str:
@@ -219,11 +219,3 @@ def _secrets(names: list[str]) -> dict[str, SecretStr]:
     if missing:
         raise typer.BadParameter(f"--secret-env {missing[0]}: this shell has no such variable; export it first")
     return {name: SecretStr(os.environ[name]) for name in names}
-
-
-def _note(line: str) -> None:
-    Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True, markup=False)
-
-
-def _print(line: str) -> None:
-    Console(highlight=False, soft_wrap=True).print(line, markup=False)

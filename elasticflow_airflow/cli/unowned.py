@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 import typer
-from rich.console import Console
 
 from elasticflow_airflow.api.owners import UnownedJob
 from elasticflow_airflow.cli.connection import fail
+from elasticflow_airflow.cli.terminal.lines import say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.client import ElasticFlowClient, JobNotFound, StaleClaim
 from elasticflow_airflow.times import local_moment
@@ -34,31 +34,32 @@ def cancel_unowned(service: ElasticFlowClient, silent_s: float, reason: str, *, 
     """Cancel all unowned jobs after a prompt. Skips a job that an owner polls while the prompt is open."""
     found = {one.job.job_id: one for one in service.unowned_jobs(silent_s) if not one.owner_gone}  # those end already
     if not found:
-        _print("no job is unowned")
+        say("no job is unowned")
         return
     print_unowned(list(found.values()))
     if not yes:
-        _ask(len(found))
+        what = "this job" if len(found) == 1 else f"these {len(found)} jobs"
+        confirm_cancelling(what, what)
         still = {(one.job.job_id, one.job.claim, one.since_at) for one in service.unowned_jobs(silent_s)}
         for one in list(found.values()):
             if (one.job.job_id, one.job.claim, one.since_at) not in still:
-                _print(f"{one.job.job_id} has an owner again, or is over: left alone")
+                say(f"{one.job.job_id} has an owner again, or is over: left alone")
                 del found[one.job.job_id]
     for one in found.values():
         try:
             job = service.cancel(one.job.job_id, one.job.claim, reason)
         except (StaleClaim, JobNotFound) as error:
-            _print(f"{one.job.job_id} is left alone: {error}")
+            say(f"{one.job.job_id} is left alone: {error}")
         else:
-            _print(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
+            say(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
 
 
-def _ask(count: int) -> None:
-    what = "this job" if count == 1 else f"these {count} jobs"
+def confirm_cancelling(what: str, asked: str) -> None:
+    """Ask whether to cancel ``asked``. Ends the command if not, or, naming ``what``, if nobody is here to answer."""
     if not sys.stdin.isatty():
         fail(f"cancel {what}? Nobody is here to answer: give --yes")
-    if not typer.confirm(f"Cancel {what}?"):
-        _print("nothing was cancelled")
+    if not typer.confirm(f"Cancel {asked}?"):
+        say("nothing was cancelled")
         raise typer.Exit(1)
 
 
@@ -67,7 +68,3 @@ def _row(one: UnownedJob) -> tuple[str, ...]:
     index = "" if identity.map_index < 0 else f"[{identity.map_index}]"
     task = f"{identity.dag_id}.{identity.task_id}{index}, run {identity.run_id}"
     return one.job.job_id, task, str(one.job.state), str(one.job.workers), local_moment(one.since_at), one.why
-
-
-def _print(line: str) -> None:
-    Console(highlight=False, soft_wrap=True).print(line, markup=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -68,18 +69,21 @@ class Endpoint:
             return ssl.create_default_context(cafile=self.verify)
         return self.verify
 
+    def _options(self, timeout_s: float) -> dict[str, Any]:
+        """Return the arguments of both HTTP clients."""
+        return {
+            "base_url": self.base_url,
+            "headers": self.headers,
+            "timeout": timeout_s,
+            "verify": self._tls,
+            "trust_env": self.trust_env,
+        }
+
     def open_client(self, timeout_s: float, transport: httpx.BaseTransport | None = None) -> httpx.Client:
         """Create a sync HTTP client for this address."""
         if transport is None and self.socket_path is not None:
             transport = httpx.HTTPTransport(uds=str(self.socket_path), verify=False)
-        return httpx.Client(
-            base_url=self.base_url,
-            headers=self.headers,
-            timeout=timeout_s,
-            verify=self._tls,
-            trust_env=self.trust_env,
-            transport=transport,
-        )
+        return httpx.Client(transport=transport, **self._options(timeout_s))
 
     def open_async_client(
         self, timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
@@ -87,14 +91,7 @@ class Endpoint:
         """Create an async HTTP client for this address."""
         if transport is None and self.socket_path is not None:
             transport = httpx.AsyncHTTPTransport(uds=str(self.socket_path), verify=False)
-        return httpx.AsyncClient(
-            base_url=self.base_url,
-            headers=self.headers,
-            timeout=timeout_s,
-            verify=self._tls,
-            trust_env=self.trust_env,
-            transport=transport,
-        )
+        return httpx.AsyncClient(transport=transport, **self._options(timeout_s))
 
     def open_async_transport(self, connections: int, idle_s: float) -> httpx.AsyncHTTPTransport:
         """Create a transport that several async clients can share.

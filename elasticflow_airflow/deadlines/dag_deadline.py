@@ -6,7 +6,6 @@ For ``deadline_of=`` without ``deadline=``. Works on the values of a run that it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -25,14 +24,6 @@ REMEDY: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunTimes:
-    """The times of a run that alerts refer to. ``due`` is run_after, used in place of the time of queueing."""
-
-    due: datetime
-    logical_date: datetime | None
-
-
 def dag_of(task: Any) -> Any:
     """Return the DAG of a task; None if it has none."""
     return task.dag if task.has_dag() else None
@@ -48,21 +39,23 @@ def alerts_of(dag: Any) -> tuple[Any, ...]:
 
 def time_from_dag(
     alerts: Sequence[Any],
-    run: RunTimes,
     *,
+    due: datetime,
+    logical_date: datetime | None,
     next_run: Callable[[], datetime | None],
     variable: Callable[[str], str],
     deadline_of: str,
 ) -> TimeFromDag:
     """Return the earliest alert of the DAG or, without one, its next run. Raises DeadlineError naming the remedy.
 
-    ``next_run`` returns when the next run is due, ``variable`` reads an Airflow Variable (KeyError if undefined).
+    ``due`` is run_after, used in place of the time of queueing. ``next_run`` returns when the next run is due,
+    ``variable`` reads an Airflow Variable (KeyError if undefined).
     """
     found: list[tuple[datetime, str]] = []
     left_out: list[str] = []
     for alert in alerts:
         name = _name(alert)
-        base, said = _reference(alert.reference, run)
+        base, said = _reference(alert.reference, due, logical_date)
         if base is None:
             left_out.append(f"{name}: {said}")
             continue
@@ -75,9 +68,9 @@ def time_from_dag(
         at, said = min(found, key=lambda one: one[0])
         earliest = "earliest deadline alert" if len(found) > 1 else "deadline alert"
         return TimeFromDag(at=at, said=f"{earliest} of the DAG, {said}{unused}")
-    due = next_run()
-    if due is not None:
-        return TimeFromDag(at=due, said=f"the next run of the DAG is due then{unused}")
+    next_due = next_run()
+    if next_due is not None:
+        return TimeFromDag(at=next_due, said=f"the next run of the DAG is due then{unused}")
     reason = unused.removeprefix("; ") or "the DAG has no deadline alert"
     raise DeadlineError(
         f"deadline_of={deadline_of!r} without deadline=: {reason}, and no next run is due by its timetable: {REMEDY}"
@@ -103,15 +96,15 @@ def check_time_from_dag(dag: Any, alerts: Sequence[Any], deadline_of: str) -> No
     )
 
 
-def _reference(reference: Any, run: RunTimes) -> tuple[datetime | None, str]:
+def _reference(reference: Any, due: datetime, logical_date: datetime | None) -> tuple[datetime | None, str]:
     """Return the time that an alert refers to and its name; or None, and why there is no such time."""
     kind = _kind(reference)
     if kind == _LOGICAL_DATE:
-        if run.logical_date is None:
+        if logical_date is None:
             return None, "it counts from the logical date, and this run has none"
-        return run.logical_date, "logical date"
+        return logical_date, "logical date"
     if kind == _QUEUED_AT:
-        return run.due, "when the run was due, as queued"
+        return due, "when the run was due, as queued"
     if kind == _FIXED:
         # As Airflow stores it: a time without a zone is in this machine's zone.
         return datetime.fromtimestamp(reference._datetime.timestamp(), UTC), "fixed time"

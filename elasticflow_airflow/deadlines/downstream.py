@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from airflow.sdk.exceptions import AirflowRuntimeError
 from airflow.sdk.execution_time import task_runner
 from airflow.sdk.execution_time.comms import GetDagRun, GetPreviousDagRun, GetPreviousTI, GetTaskBreadcrumbs
 
+from elasticflow_airflow.api import JobIdentity
 from elasticflow_airflow.deadlines.parse import DAG_RUN, Reserve, declared_reserve, target_name
 from elasticflow_airflow.times import duration
 
@@ -34,22 +35,8 @@ _LOOKED_AT: Final = 60
 _MOST_CALLS: Final = 200
 
 
-class AskAirflow(Protocol):
-    """Sends a message of the Execution API and returns the response."""
-
-    def __call__(self, message: Any) -> Any:
-        """Send the message. Raises AirflowRuntimeError."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOfRun:
-    """The training task whose history is read, up to the time ``before``."""
-
-    dag_id: str
-    task_id: str
-    map_index: int
-    before: datetime
+AskAirflow = Callable[[Any], Any]
+"""Sends a message of the Execution API and returns the response. Raises AirflowRuntimeError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,23 +53,25 @@ def ask_airflow(message: Any) -> Any:
 
 
 def reserve_for(
-    task: TaskOfRun,
+    identity: JobIdentity,
+    before: datetime,
     deadline_of: str,
     downstream_reserve: timedelta,
     *,
     ask: AskAirflow = ask_airflow,
-    ended_jobs: Callable[[], Sequence[EndedJob]] | None = None,
+    ended_jobs: Callable[[JobIdentity], Sequence[EndedJob]] | None = None,
 ) -> tuple[Reserve, str | None]:
     """Return the time to reserve from the end of training to the end of its target, and a warning if it is a guess.
 
-    ``ended_jobs`` lists past trainings, newest first. It is used if Airflow's own history cannot be traversed: the
-    Execution API provides no order of runs without a logical date (asset-triggered).
+    Evaluates the runs before the time ``before``. ``ended_jobs`` lists past trainings, newest first. It is used if
+    Airflow's own history cannot be traversed: the Execution API provides no order of runs without a logical date
+    (asset-triggered).
     """
     target = target_name(deadline_of)
     try:
-        seen, upper = observed(task, deadline_of, ask), ""
+        seen, upper = observed(identity, before, deadline_of, ask), ""
         if not seen and ended_jobs is not None:
-            seen = observed_until_run_end(task, ended_jobs(), ask)
+            seen = observed_until_run_end(identity, ended_jobs(identity), ask)
             upper = "" if deadline_of == DAG_RUN else " (to the end of the run: these runs have no logical date)"
     except AirflowRuntimeError as error:
         why = "the history of earlier runs could not be read"
@@ -107,38 +96,37 @@ def reserve_for(
     return Reserve(after_s=after_s, said=said, margin_s=MARGIN * after_s, margin_said=margin_said), None
 
 
-def observed(task: TaskOfRun, deadline_of: str, ask: AskAirflow, *, most: int = RUNS) -> list[float]:
+def observed(identity: JobIdentity, before: datetime, deadline_of: str, ask: AskAirflow) -> list[float]:
     """Return seconds from the end of training to the end of the target, in the last successful runs, newest first.
 
     Cleared runs and backfills are skipped: their times reflect when they were cleared, or how they were throttled.
     """
     asked = _Counted(ask)
     seen: list[float] = []
-    for run in _runs_before(task, asked):
-        training = _last_end(task.dag_id, task.task_id, task.map_index, run.logical_date, run.run_id, asked)
+    dag_id = identity.dag_id
+    for run in _runs_before(dag_id, before, asked):
+        training = _last_end(dag_id, identity.task_id, identity.map_index, run.logical_date, run.run_id, asked)
         if training is not None:
-            target = run.end_date if deadline_of == DAG_RUN else _target_end(task.dag_id, deadline_of, run, asked)
+            target = run.end_date if deadline_of == DAG_RUN else _target_end(dag_id, deadline_of, run, asked)
             if target is not None and target >= training:
                 seen.append((target - training).total_seconds())
-        if len(seen) == most or asked.calls >= _MOST_CALLS:
+        if len(seen) == RUNS or asked.calls >= _MOST_CALLS:
             break
     return seen
 
 
-def observed_until_run_end(
-    task: TaskOfRun, jobs: Sequence[EndedJob], ask: AskAirflow, *, most: int = RUNS
-) -> list[float]:
+def observed_until_run_end(identity: JobIdentity, jobs: Sequence[EndedJob], ask: AskAirflow) -> list[float]:
     """Return seconds from the end of training, by the service, to the end of the run: an upper bound for any target."""
     seen: list[float] = []
     for job in jobs[:_LOOKED_AT]:
         try:
-            run = ask(GetDagRun(dag_id=task.dag_id, run_id=job.run_id))
+            run = ask(GetDagRun(dag_id=identity.dag_id, run_id=job.run_id))
         except AirflowRuntimeError as error:
             log.debug("run %s is not there any more: %s", job.run_id, error)
             continue
         if _tells(run) and run.end_date is not None and run.end_date.timestamp() >= job.ended_at:
             seen.append(run.end_date.timestamp() - job.ended_at)
-        if len(seen) == most:
+        if len(seen) == RUNS:
             break
     return seen
 
@@ -158,10 +146,9 @@ class _Counted:
         return self._ask(message)
 
 
-def _runs_before(task: TaskOfRun, ask: AskAirflow) -> Iterator[Any]:
-    before = task.before
+def _runs_before(dag_id: str, before: datetime, ask: AskAirflow) -> Iterator[Any]:
     for _ in range(_LOOKED_AT):
-        run = ask(GetPreviousDagRun(dag_id=task.dag_id, logical_date=before, state="success")).dag_run
+        run = ask(GetPreviousDagRun(dag_id=dag_id, logical_date=before, state="success")).dag_run
         if run is None:
             return
         before = run.logical_date

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from elasticflow_airflow.api import JobIdentity
-from elasticflow_airflow.api.owners import OwnedJob, OwnedJobs, OwnersAnswer, OwnerSeen, OwnersReport
+from elasticflow_airflow.api.owners import OwnedJob, OwnedJobs, OwnerSeen, OwnersReport
+from elasticflow_airflow.client import ElasticFlowClient
+from elasticflow_airflow.recurring.calendar_feed import chunks
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -30,20 +32,8 @@ _SILENT_S = 30.0
 _KEYS_AT_ONCE = 200
 
 
-class OwnerClient(Protocol):
-    """The methods of a client that are used."""
-
-    def owned_jobs(self, namespace: str, after: str = "") -> OwnedJobs:
-        """Return a page of live jobs."""
-        ...
-
-    def report_owners(self, report: OwnersReport) -> OwnersAnswer:
-        """Report the status of their owners."""
-        ...
-
-
 def report_owners(
-    client: OwnerClient, namespace: str, airflow: str, find: Callable[[Sequence[TaskKey]], States]
+    client: ElasticFlowClient, namespace: str, airflow: str, find: Callable[[Sequence[TaskKey]], States]
 ) -> list[str]:
     """List the live jobs of a namespace, look up their task instances, and report which are gone.
 
@@ -74,7 +64,7 @@ def find_states(session: Session, keys: Sequence[TaskKey]) -> dict[TaskKey, str 
 
     columns = (TaskInstance.dag_id, TaskInstance.run_id, TaskInstance.task_id, TaskInstance.map_index)
     found: dict[TaskKey, str | None] = {}
-    for some in _chunks(keys):
+    for some in chunks(keys, _KEYS_AT_ONCE):
         query = select(*columns, TaskInstance.state).where(tuple_(*columns).in_(some))
         for dag_id, run_id, task_id, map_index, state in session.execute(query):
             found[dag_id, run_id, task_id, map_index] = None if state is None else str(getattr(state, "value", state))
@@ -106,7 +96,3 @@ def _seen(page: OwnedJobs, states: States, airflow: str) -> Iterator[OwnerSeen]:
 def _is_silent(job: OwnedJob, now: float) -> bool:
     """Whether the job was not polled for a while, and Airflow has not reported that its task exists either."""
     return all(at is None or now - at > _SILENT_S for at in (job.heard_at, job.seen_at))
-
-
-def _chunks(keys: Sequence[TaskKey]) -> Iterable[Sequence[TaskKey]]:
-    return (keys[start : start + _KEYS_AT_ONCE] for start in range(0, len(keys), _KEYS_AT_ONCE))

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 
 from airflow.models.connection import Connection
@@ -26,8 +25,8 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
-from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError
+from elasticflow_airflow.hooks import Address, ElasticFlowHook
 from elasticflow_airflow.owners.owner_report import TaskKey, find_states, name_of_airflow, report_owners
 from elasticflow_airflow.recurring.calendar_feed import read_elastic_tasks
 
@@ -53,14 +52,6 @@ async def watching(_app: FastAPI) -> AsyncIterator[None]:
         watch.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedService:
-    """A service, and the namespace of this Airflow's jobs there. Several connections may refer to the same one."""
-
-    endpoint: Endpoint
-    namespace: str
-
-
 class OwnerWatch:
     """The reporting thread. It is a daemon, so it may be interrupted at any point when the process ends."""
 
@@ -68,7 +59,7 @@ class OwnerWatch:
         self._every_s = every_s
         self._connections = Connections()
         self._airflow = ""
-        self._places: dict[str, WatchedService] = {}
+        self._places: dict[str, Address] = {}
         """The services by connection id."""
         self._looked_up_s = -math.inf
         self._said: dict[str, str] = {}
@@ -111,13 +102,12 @@ class OwnerWatch:
         places = {} if again else {one: place for one, place in self._places.items() if one in conn_ids}
         for conn_id in sorted(conn_ids - places.keys()):
             with self._troubles(f"connection {conn_id!r}", AirflowException, ElasticFlowError):
-                hook = ElasticFlowHook(conn_id)
-                places[conn_id] = WatchedService(hook.endpoint(start=False), hook.namespace)
+                places[conn_id] = Address.of(conn_id)
         self._places = places
         if again:
             self._looked_up_s = now
 
-    def _report(self, place: WatchedService) -> None:
+    def _report(self, place: Address) -> None:
         endpoint = place.endpoint
         if endpoint.embedded_state_dir is not None and not (endpoint.socket_path and endpoint.socket_path.exists()):
             return  # the service does not run, so it has no running jobs

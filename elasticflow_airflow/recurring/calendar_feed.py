@@ -126,7 +126,7 @@ def read_elastic_tasks(session: Session, dag_ids: Sequence[str]) -> Iterator[tup
     """Yield the newest serialized DAG of each id that has elastic tasks, with these tasks; reads DAGs in batches."""
     from airflow.models.serialized_dag import SerializedDagModel
 
-    for some in _chunks(dag_ids, _DAGS_AT_ONCE):
+    for some in chunks(dag_ids, _DAGS_AT_ONCE):
         for row in SerializedDagModel.get_latest_serialized_dags(dag_ids=list(some), session=session):
             if tasks := elastic_tasks(row.data or {}):
                 yield row, tasks
@@ -237,7 +237,7 @@ def _feed_service(
     post: Callable[[Callable[[str], CalendarRequest]], CalendarAnswer],
 ) -> CalendarAnswer:
     taken, unknown, forgotten = 0, [], []
-    for some in _chunks([(task, index) for task in its for index in task.map_indexes], _TASKS_AT_ONCE):
+    for some in chunks([(task, index) for task in its for index in task.map_indexes], _TASKS_AT_ONCE):
         answer = post(lambda namespace, some=some: _request(namespace, some))  # type: ignore[misc]  # bound
         taken += answer.taken
         unknown += answer.unknown
@@ -343,6 +343,7 @@ def _map_indexes(session: Session, dag_id: str, task_id: str) -> tuple[int, ...]
     return tuple(indexes)
 
 
-def _chunks(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+def chunks(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """Yield the values in portions of at most ``size``."""
     for start in range(0, len(values), size):
         yield values[start : start + size]

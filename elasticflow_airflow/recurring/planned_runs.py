@@ -217,7 +217,6 @@ def _facts(dag: DAG, task: ElasticTrainOperator, run: KnownRun, map_index: int, 
         max_tries=0,
         is_dag_test=False,
         replays=True,  # so that nothing is reported to the calendar
-        has_history=False,
     )
 
 
@@ -269,6 +268,8 @@ class _OnlyInARun:
 
 
 def _context(operator: ElasticTrainOperator, dag: DAG, run: KnownRun) -> Any:
+    from airflow.sdk.execution_time import macros
+
     due = pendulum.instance(run.run_after)
     logical = pendulum.instance(run.interval_start or run.run_after)
     end = pendulum.instance(run.interval_end or run.run_after)
@@ -297,15 +298,9 @@ def _context(operator: ElasticTrainOperator, dag: DAG, run: KnownRun) -> Any:
             run_type="scheduled",
         ),
         "conf": _OnlyInARun("conf"),
-        "macros": _macros(),
+        "macros": macros,
         **{name: _OnlyInARun(name) for name in ("ti", "task_instance", "var", "conn", "task_state_store")},
     }
-
-
-def _macros() -> Any:
-    from airflow.sdk.execution_time import macros
-
-    return macros
 
 
 def trimmed(made: PlannedRuns) -> tuple[PlannedRuns, int]:

@@ -14,12 +14,9 @@ from elasticflow_airflow.runtime.protocol import (
     SUBMITTED_ENV,
     SUBMITTED_FIELDS,
     WORKER_ENV,
-    Membership,
-    RescaleMode,
     SessionConfig,
-    membership_path,
 )
-from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter, Reporter
+from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter
 from elasticflow_airflow.runtime.stores.manifest import CheckpointError
 from elasticflow_airflow.runtime.stores.open_store import open_store
 from elasticflow_airflow.runtime.stores.store import is_remote
@@ -44,28 +41,7 @@ class Context:
     generation: int
     checkpoints: Path | str
     """Checkpoint folder or fsspec URL."""
-    reporter: Reporter
-    _plan_stamp: tuple[int, int] | None = None
-    _told_to_leave: bool = False
-
-    def told_to_leave(self) -> bool:
-        """Return whether the plan asks this worker to save and exit. Needs one ``stat`` while nothing changes."""
-        if not self.managed or self._told_to_leave:
-            return self._told_to_leave
-        folder = Path(self.config.incarnation_dir)
-        try:
-            status = membership_path(folder).stat()
-        except FileNotFoundError:
-            return False
-        stamp = (status.st_ino, status.st_mtime_ns)
-        if stamp != self._plan_stamp:
-            self._plan_stamp = stamp
-            plan = Membership.read(folder)
-            self._told_to_leave = plan is not None and (
-                plan.rank_of(self.worker_id) is None
-                or (plan.mode is RescaleMode.RESTART and plan.generation > self.generation)
-            )
-        return self._told_to_leave
+    reporter: FileReporter | ConsoleReporter
 
 
 def detect(checkpoint_dir: Path | str | None = None) -> Context:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, report_path
 
@@ -30,25 +30,11 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
 
-class Reporter(Protocol):
-    """Destination of reports."""
-
-    interval_s: float
-    """Minimum seconds between two progress reports."""
-
-    def adopt(self, generation: int) -> None:
-        """Switch to another generation of the worker."""
-        ...
-
-    def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
-        """Write one report."""
-        ...
-
-
 class FileReporter:
     """Appends reports to this worker's report file."""
 
     interval_s = PROGRESS_INTERVAL_S
+    """Minimum seconds between two progress reports."""
 
     def __init__(self, incarnation_dir: Path, generation: int, worker_id: str) -> None:
         self._incarnation_dir, self._worker_id = incarnation_dir, worker_id

@@ -9,13 +9,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 class Notifier:
-    """Thread-safe. One loop waits in :meth:`sleep`; handlers wait in :meth:`wait_for`; streams register events."""
+    """Thread-safe. One loop waits in :meth:`sleep`, threads in :meth:`wait_until`; handlers and streams subscribe."""
 
     def __init__(self) -> None:
         self._wake = threading.Event()
@@ -33,7 +30,7 @@ class Notifier:
         self._wake.clear()
 
     def changed(self) -> None:
-        """Wake all waiting handlers and streams, so that they look again."""
+        """Wake all who wait for a change, so that they look again."""
         with self._changed:
             self._version += 1
             self._changed.notify_all()
@@ -42,20 +39,19 @@ class Notifier:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
 
-    def wait_for(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
-        """Call ``look`` until it returns something other than None, again after each change; None when time is up."""
+    def wait_until(self, happened: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until ``happened`` returns True, which is asked again after each change, or until time is up."""
         end = time.monotonic() + timeout_s
         while True:
             with self._changed:
                 version = self._version
-            found = look()
-            if found is not None:
-                return found
+            if happened():
+                return
             with self._changed:
                 while self._version == version:
                     left = end - time.monotonic()
                     if left <= 0 or not self._changed.wait(left):
-                        return look()
+                        return
 
     def subscribe(self) -> asyncio.Event:
         """Return an event of the calling asyncio loop, set at each change; release it with :meth:`unsubscribe`."""

@@ -18,8 +18,8 @@ from airflow.sdk.exceptions import AirflowRuntimeError
 
 from elasticflow_airflow.api import JobIdentity
 from elasticflow_airflow.client import ElasticFlowError
-from elasticflow_airflow.deadlines.dag_deadline import RunTimes, alerts_of, time_from_dag
-from elasticflow_airflow.deadlines.downstream import EndedJob, TaskOfRun, reserve_for
+from elasticflow_airflow.deadlines.dag_deadline import alerts_of, time_from_dag
+from elasticflow_airflow.deadlines.downstream import EndedJob, reserve_for
 from elasticflow_airflow.deadlines.parse import (
     Reserve,
     TimeFromDag,
@@ -107,7 +107,7 @@ def run_of_dag(context: Mapping[str, Any], dag_alerts: Sequence[Any] = ()) -> Ru
 class DeadlinesOfRun:
     """Computes the deadlines of one run. The history of downstream durations is read once, and only if needed.
 
-    ``has_history``: there is a task process that may ask Airflow; False for a run that is only planned.
+    ``ended_jobs`` lists past trainings; None for a run that is only planned: no task process may ask Airflow then.
     """
 
     def __init__(
@@ -119,10 +119,8 @@ class DeadlinesOfRun:
         memory: TaskMemory,
         *,
         now: datetime,
-        ended_jobs: Callable[[], Sequence[EndedJob]] | None = None,
-        has_history: bool = True,
+        ended_jobs: Callable[[JobIdentity], Sequence[EndedJob]] | None = None,
     ) -> None:
-        self._has_history = has_history
         self._task, self._run, self._identity, self._timezone = task, run, identity, timezone
         self._memory, self._now, self._ended_jobs = memory, now, ended_jobs
         self._reserve: Reserve | None = None
@@ -163,18 +161,12 @@ class DeadlinesOfRun:
         )
 
     def _what_comes_after(self, deadline_of: str) -> Reserve:
-        if self._reserve is None and not self._has_history:
+        if self._reserve is None and self._ended_jobs is None:
             self._reserve = declared_reserve(self._task.downstream_reserve, deadline_of)
         if self._reserve is None:
             before = self._run.logical_date or self._run.run_after
-            past = TaskOfRun(
-                dag_id=self._identity.dag_id,
-                task_id=self._identity.task_id,
-                map_index=self._identity.map_index,
-                before=before,
-            )
             reserve, warning = reserve_for(
-                past, deadline_of, self._task.downstream_reserve, ended_jobs=self._ended_jobs
+                self._identity, before, deadline_of, self._task.downstream_reserve, ended_jobs=self._ended_jobs
             )
             self._reserve = reserve
             if warning is not None:
@@ -183,10 +175,10 @@ class DeadlinesOfRun:
 
     def _from_dag(self) -> TimeFromDag:
         assert self._task.deadline_of is not None  # checked by the caller
-        times = RunTimes(due=self._run.run_after, logical_date=self._run.logical_date)
         return time_from_dag(
             self._run.alerts,
-            times,
+            due=self._run.run_after,
+            logical_date=self._run.logical_date,
             next_run=self._run.next_due,
             variable=_variable,
             deadline_of=self._task.deadline_of,
@@ -235,16 +227,8 @@ def _variable(key: str) -> str:
         raise KeyError(key) from error
 
 
-def ended_jobs(hook: ElasticFlowHook, task_instance: Any) -> list[EndedJob]:
+def ended_jobs(hook: ElasticFlowHook, mine: JobIdentity) -> list[EndedJob]:
     """List a task's past successful trainings from the service, newest first; none if the service is unavailable."""
-    map_index = -1 if task_instance.map_index is None else task_instance.map_index
-    mine = JobIdentity(
-        namespace=hook.namespace,
-        dag_id=task_instance.dag_id,
-        run_id=task_instance.run_id,
-        task_id=task_instance.task_id,
-        map_index=map_index,
-    )
     try:
         with hook.client(retry_for_s=_LIST_WITHIN_S) as client:
             jobs = client.list_jobs(

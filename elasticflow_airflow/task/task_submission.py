@@ -92,10 +92,11 @@ class RunFacts:
     """Whether this is a backfill, or a task or run that was cleared. Its deadline may be long past and is moot."""
     began_at: float | None = None
     """When the run began (UTC seconds); may be long after it was due if the DAG was paused or catches up."""
-    ended_jobs: Callable[[], Sequence[EndedJob]] | None = None
-    """Lists past trainings of this task, needed if Airflow's history alone does not show downstream durations."""
-    has_history: bool = True
-    """False if the run is only planned, so that there is no task process that could ask Airflow."""
+    ended_jobs: Callable[[JobIdentity], Sequence[EndedJob]] | None = None
+    """Lists past trainings of this task, needed if Airflow's history alone does not show downstream durations.
+
+    None if the run is only planned, so that there is no task process that could ask Airflow.
+    """
 
 
 def run_facts(
@@ -104,7 +105,7 @@ def run_facts(
     namespace: str,
     retries: int,
     dag_alerts: Sequence[Any] = (),
-    ended_jobs: Callable[[], Sequence[EndedJob]] | None = None,
+    ended_jobs: Callable[[JobIdentity], Sequence[EndedJob]],
 ) -> RunFacts:
     """Read the facts from Airflow's context. ``dag_alerts``: alerts at parse time, used if the context's DAG has none.
 
@@ -180,7 +181,6 @@ def prepare(
         memory,
         now=now,
         ended_jobs=facts.ended_jobs,
-        has_history=facts.has_history,
     )
     deadline_at, latest_at = (deadlines.compute(argument) for argument in ("deadline", "latest_deadline"))
     if deadline_at is not None and latest_at is not None and latest_at <= deadline_at:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _pytest._code.code import ExceptionRepr
 
-from elasticflow_airflow.client import Endpoint
+from elasticflow_airflow.api import ServiceCard
+from elasticflow_airflow.client import Endpoint, ensure_service
 from elasticflow_airflow.testing.cluster import SimulatedCluster
 from elasticflow_airflow.testing.home import Home, HomeError
-from elasticflow_airflow.testing.local import start_service, stop_service
 from elasticflow_airflow.testing.running import RunDag
 
 _home: Home | None = None
 _RUNS = pytest.StashKey[RunDag]()
+_STOP_LIMIT_S = 20.0
 
 
 def pytest_plugin_registered() -> None:
@@ -57,12 +61,12 @@ def _local_service(airflow_home: Path) -> Iterator[Callable[[int], Endpoint]]:
 
     def start(slots: int) -> Endpoint:
         if slots not in started:
-            started[slots] = start_service(airflow_home / f"local{slots}", slots)
+            started[slots] = _start_service(airflow_home / f"local{slots}", slots)
         return started[slots]
 
     yield start
     for endpoint in started.values():
-        stop_service(endpoint)
+        _stop_service(endpoint)
 
 
 @pytest.fixture
@@ -86,6 +90,32 @@ def run_dag(_local_service: Callable[[int], Endpoint], request: pytest.FixtureRe
     with ExitStack() as stack:
         request.node.stash[_RUNS] = runner = RunDag(prepare, cluster, _local_service)
         yield runner
+
+
+def _start_service(folder: Path, slots: int) -> Endpoint:
+    """Start the embedded service of this machine with ``slots`` CPU slots. Raises EmbeddedStartError."""
+    return ensure_service(
+        folder,
+        {
+            "ELASTICFLOW_ENGINE": "local",
+            "ELASTICFLOW_SLOTS": str(slots),
+            "ELASTICFLOW_SLOT_LOCK_DIR": str(folder / "slots"),
+            "ELASTICFLOW_IDLE_EXIT_S": "120",
+        },
+    )
+
+
+def _stop_service(endpoint: Endpoint) -> None:
+    """Stop the service; the jobs of a test are over by then, or have been cancelled."""
+    folder = endpoint.embedded_state_dir
+    card = None if folder is None else ServiceCard.read(folder)
+    if folder is None or card is None:
+        return
+    with suppress(ProcessLookupError):
+        os.kill(card.pid, signal.SIGTERM)
+    end_s = time.monotonic() + _STOP_LIMIT_S
+    while (folder / "service.sock").exists() and time.monotonic() < end_s:
+        time.sleep(0.02)
 
 
 def _the_home() -> Home:

@@ -71,14 +71,12 @@ class CancelRequest(BaseModel):
 
 
 class JobList(BaseModel):
-    """Jobs that the user may see; ``may_edit`` are the DAGs whose jobs the user may cancel and amend."""
+    """Jobs that the user may see."""
 
-    at: float
     jobs: list[JobStatus]
     why: dict[str, str]
     latest: dict[str, float]
     """By job id, the time by which the job will have finished with 95 % probability, if it can be estimated."""
-    may_edit: list[str]
 
 
 def build_app(source: Source, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
@@ -199,9 +197,8 @@ def _file(path: str, request: Request) -> Response:
 
 def _add_cluster(app: FastAPI, source: Source) -> None:
     @app.get("/api/me")
-    def me(user: GetUserDep) -> dict[str, Any]:
-        library = f"static/{CHART_LIBRARY}?v={chart_library_version()}"
-        return {"name": user.get_name(), "may_edit": _editable(user), "chart_library": library}
+    def me(_user: GetUserDep) -> dict[str, Any]:
+        return {"chart_library": f"static/{CHART_LIBRARY}?v={chart_library_version()}"}
 
     @app.get("/api/cluster")
     def cluster(user: GetUserDep) -> dict[str, Any]:
@@ -213,12 +210,7 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
             **sight.plain(seen.model_dump(mode="json")),
             "hidden_jobs": len(now.jobs) - len(seen.jobs),
             "may_edit": _editable(user),
-            "service": {
-                "version": health.version,
-                "engine": health.engine,
-                "status": health.status,
-                "problems": sight.problems(health.problems),
-            },
+            "service": {"problems": sight.problems(health.problems)},
         }
 
     @app.get("/api/history")
@@ -268,11 +260,9 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
 
         wanted = _newest_seen(sight, dag_id, limit, newest)
         answer = JobList(
-            at=now.at,
             jobs=wanted,
             why=sight.cluster(now).why,
             latest=_latest(source, wanted),
-            may_edit=_editable(user),
         )
         return JobList.model_validate(sight.plain(answer.model_dump(mode="json")))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from airflow.sdk.configuration import conf
 from fastapi import FastAPI
 
-from elasticflow_airflow.hooks import ElasticFlowHook
+from elasticflow_airflow.hooks import Address, ElasticFlowHook
 from elasticflow_airflow.owners.owner_watch import watching
 from elasticflow_airflow.ui.api_app import build_app
-from elasticflow_airflow.ui.source import Address, Source
+from elasticflow_airflow.ui.source import Source
 
 
 def airflow_app() -> FastAPI:
@@ -17,5 +17,4 @@ def airflow_app() -> FastAPI:
 
 
 def _look_up() -> Address:
-    hook = ElasticFlowHook(conf.get("elasticflow", "page_conn_id", fallback=ElasticFlowHook.default_conn_name))
-    return Address(hook.endpoint(start=False), hook.namespace)  # the page never starts a service
+    return Address.of(conf.get("elasticflow", "page_conn_id", fallback=ElasticFlowHook.default_conn_name))

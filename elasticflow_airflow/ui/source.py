@@ -19,6 +19,7 @@ from elasticflow_airflow.client import ElasticFlowError, Endpoint
 from elasticflow_airflow.client.calls.call import Call
 from elasticflow_airflow.client.calls.exchange import read_answer, unreachable
 from elasticflow_airflow.client.errors import IncompatibleService, ServiceUnavailable
+from elasticflow_airflow.hooks import Address
 
 T = TypeVar("T")
 
@@ -34,14 +35,6 @@ _SHARED_AT_MOST = 200
 
 class NotStarted(ServiceUnavailable):
     """There is no connection, so the embedded service is used, but none runs on this machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """The address of the service, and the namespace of this Airflow."""
-
-    endpoint: Endpoint
-    namespace: str
 
 
 @dataclass(slots=True)

@@ -53,7 +53,9 @@ class RetryingClient:
 
     async def aclose(self) -> None:
         """Close the client; the next request opens a new one."""
-        await self._drop()
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
 
     async def ask(self, question: Callable[[AsyncElasticFlowClient], Awaitable[T]]) -> T | None:
         """Run a request; return None while the service is unavailable.
@@ -68,14 +70,9 @@ class RetryingClient:
                 self._client = await hook.triggerer_client(self._state_dir, retry_for_s=retry_for_s)
             answer = await question(self._client)
         except MAY_PASS as error:
-            await self._drop()  # its address or its token may have changed
+            await self.aclose()  # its address or its token may have changed
             if not self._outage.is_waited_out(error):
                 raise after_waiting(error, self._outage.length_s) from error
             return None
         self._last_answer.away_since = time.monotonic()
         return answer
-
-    async def _drop(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()

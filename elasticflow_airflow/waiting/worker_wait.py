@@ -31,7 +31,7 @@ class JobWatch:
         timezone: tzinfo,
         log: Logger,
         settings: AirflowSettings,
-        on_status: Callable[[JobStatus], None] | None = None,
+        on_status: Callable[[JobStatus], None],
     ) -> None:
         self._on_status = on_status
         self._client = client
@@ -68,8 +68,7 @@ class JobWatch:
                 raise
             return None
         self._outage.ended()
-        if self._on_status is not None:
-            self._on_status(status)
+        self._on_status(status)
         return status
 
     def wait(self, limit_s: float | None, killed: Callable[[], bool]) -> JobStatus | None:

@@ -233,16 +233,11 @@ class Bookings:
         self.taken.insert(at, self.taken[at - 1])
         return at
 
-    def _range(self, start_s: float, end_s: float) -> tuple[int, int]:
-        first = max(0, bisect_right(self.times, start_s + TOLERANCE_S) - 1)
-        return first, bisect_left(self.times, end_s - TOLERANCE_S)
-
     def free_over(self, start_s: float, end_s: float, own: tuple[Holding, ...] = ()) -> int:
         """Return the slots that are free throughout; those booked by ``own`` count as free while it holds them."""
-        i, j = self._range(start_s, end_s)
-        blocked, taken = 0, self.taken
+        times, taken, blocked = self.times, self.taken, 0
+        i, j = max(0, bisect_right(times, start_s + TOLERANCE_S) - 1), bisect_left(times, end_s - TOLERANCE_S)
         if own:
-            times = self.times
             for begin, end, mask in own:
                 a = max(i, bisect_left(times, max(begin, self.now)))
                 b = min(j, bisect_left(times, end))

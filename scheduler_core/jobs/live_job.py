@@ -43,7 +43,6 @@ class LiveJob:
     """Latest time at which the new workers of its last change have joined."""
     started: bool = False
     """Whether the current gang has reported that it makes steps."""
-    ever_started: bool = False
     at_risk: bool = False
     measured: dict[int, float] = field(default_factory=dict)
     """Speeds measured in this run, by size, as currently estimated (steps/s)."""
@@ -106,6 +105,11 @@ class LiveJob:
         return self.phase is Phase.ADMITTED and not self.best_effort
 
     @property
+    def least_workers(self) -> int:
+        """Number of slots of its smallest gang."""
+        return 1 << max(0, self.job.min_workers - 1).bit_length()
+
+    @property
     def competes(self) -> bool:
         """Whether it may hold slots as an admitted job."""
         return self.phase is Phase.ADMITTED
@@ -128,8 +132,7 @@ class LiveJob:
                 return usable
         if self.phase is Phase.PROFILING:
             return {n: speed for n, speed in self.measured.items() if n <= largest}
-        smallest = 1 << max(0, self.job.min_workers - 1).bit_length()
-        return {smallest: 0.0} if smallest <= most else {}
+        return {self.least_workers: 0.0} if self.least_workers <= most else {}
 
     def work(self, layout: Layout, config: SchedulerConfig) -> Work:
         """Return the planner's view of the job; the same object until something changes."""
@@ -260,7 +263,6 @@ class LiveJob:
         if event.remaining_steps is not None:
             self.remaining = max(0.0, event.remaining_steps)
             self.expected = None if event.expected_steps is None else max(0.0, event.expected_steps)
-            self.ever_started = self.ever_started or bool(self.mask)
 
     def stop(self, layout: Layout, config: SchedulerConfig, now: float) -> None:
         """Settle at the end of the current gang: a job that should have ended is given some remaining steps.
@@ -308,7 +310,6 @@ class LiveJob:
             evidence={size: seen.windows for size, seen in self.evidence.items()},
             told=self.told,
             at_risk=self.at_risk,
-            ever_started=self.ever_started,
             starting=self.starting,
             joined_s=max(0.0, self.joined_s),
             number=self.number,

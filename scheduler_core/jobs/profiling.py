@@ -19,7 +19,7 @@ from elasticflow_airflow.scheduler_core.model.work import INFINITY
 def candidate_sizes(job: LiveJob, largest: int) -> list[int]:
     """Return the powers of two between the job's limits that could be placed at all."""
     most = min(job.job.max_workers or largest, largest)
-    size = 1 << max(0, job.job.min_workers - 1).bit_length()
+    size = job.least_workers
     sizes = []
     while size <= most:
         sizes.append(size)

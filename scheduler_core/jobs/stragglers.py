@@ -49,28 +49,24 @@ Windows = Mapping[str, Sequence[float]]
 
 
 def add_window(
-    windows: Windows, worker_id: str, compute_s: float, steps: int, rule: StragglerRule | None = None
+    windows: Windows, worker_id: str, compute_s: float, steps: int, rule: StragglerRule
 ) -> dict[str, list[float]]:
     """Return the windows after a worker has reported ``compute_s`` seconds of computing for ``steps`` steps.
 
     An invalid measurement (no steps, no finite time) changes nothing. Only the windows that the rule needs are kept.
     """
-    rule = rule or StragglerRule()
     new = {known: list(values) for known, values in windows.items()}
     if steps > 0 and math.isfinite(compute_s) and compute_s > 0:
         new[worker_id] = [*new.get(worker_id, []), compute_s / steps][-rule.windows :]
     return new
 
 
-def find_stragglers(
-    windows: Windows, workers: Sequence[str], rule: StragglerRule | None = None
-) -> tuple[Straggler, ...]:
+def find_stragglers(windows: Windows, workers: Sequence[str], rule: StragglerRule) -> tuple[Straggler, ...]:
     """Return the workers that were slow in each of the last windows, slowest first; always less than half of them.
 
     Empty until all of ``workers`` (the current gang; others are ignored) have enough windows: a worker that is new, or
     has reported nothing, cannot be compared.
     """
-    rule = rule or StragglerRule()
     if len(workers) < 2 or any(len(windows.get(worker, ())) < rule.windows for worker in workers):
         return ()
     times = {worker: list(windows[worker])[-rule.windows :] for worker in workers}

@@ -186,15 +186,10 @@ class Calendar:
         self._expiry.pop(run_id, None)
         return self.runs.pop(run_id, None) is not None
 
-    def expire(self, now: float) -> list[ExpectedRun]:
-        """Release and return the runs that are so late that they are assumed not to come."""
-        first = self.next_expiry()
-        if first is None or first > now:
-            return []
-        gone = [self.runs[run_id] for run_id, when in self._expiry.items() if when <= now]
-        for run in gone:
-            self.forget(run.run_id)
-        return gone
+    def expire(self, now: float) -> None:
+        """Release the runs that are so late that they are assumed not to come."""
+        for run_id in [run_id for run_id, when in self._expiry.items() if when <= now]:
+            self.forget(run_id)
 
     def take(self, task: str, now: float) -> ExpectedRun | None:
         """Remove and return the expected run that a submission of ``task`` at ``now`` matches, if any."""

@@ -279,7 +279,6 @@ class JobState:
     no_progress_until_s: float = 0.0
     measured: Mapping[int, float] = field(default_factory=dict)
     at_risk: bool = False
-    ever_started: bool = False
     starting: bool = False
     """Whether ``no_progress_until_s`` ends a start-up, which a change of slots would restart."""
     joined_s: float = 0.0

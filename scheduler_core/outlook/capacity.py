@@ -26,7 +26,7 @@ from elasticflow_airflow.scheduler_core.outlook.forecast import (
     missed_runs,
     outlook_of,
 )
-from elasticflow_airflow.scheduler_core.outlook.node_release import Releasing, UnneededNode, least_workers, stands
+from elasticflow_airflow.scheduler_core.outlook.node_release import Releasing, UnneededNode, stands
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.times import duration, moment
 
@@ -216,7 +216,7 @@ def _need_of(job: LiveJob, now: float) -> tuple[Need, str] | None:
     if stands(job, now):
         return None
     if job.competes:
-        return Need.BEST_EFFORT, f"best effort, and there are no slots for its first {workers(least_workers(job))}"
+        return Need.BEST_EFFORT, f"best effort, and there are no slots for its first {workers(job.least_workers)}"
     return None
 
 

@@ -36,11 +36,6 @@ def stands(job: LiveJob, now: float) -> bool:
     return bool(job.mask or mask_at(job.course, now))
 
 
-def least_workers(job: LiveJob) -> int:
-    """Return the number of slots of its smallest gang."""
-    return 1 << max(0, job.job.min_workers - 1).bit_length()
-
-
 @dataclass(frozen=True, slots=True)
 class _Standing:
     """What a live job has now and must not lose."""
@@ -142,7 +137,7 @@ class Releasing:
             kept = outlook is not None and outlook.outcome is Outcome.KEPT
             late_s = None if outlook is None or kept else outlook.projected_s or INFINITY
             unpromised = not job.promised and job.phase is not Phase.WAITING
-            found[job.job_id] = _Standing(kept, late_s, unpromised and stands(job, self.now), least_workers(job))
+            found[job.job_id] = _Standing(kept, late_s, unpromised and stands(job, self.now), job.least_workers)
         return found, planner.layout.largest(planner.layout.usable_at(self.now))
 
 

@@ -30,10 +30,9 @@ _DOUBLINGS = 6
 
 @dataclass(slots=True)
 class AdmissionVerdict:
-    """The outcome: a draft with the newcomer (``anew``: it holds only promises), or the reason for a refusal."""
+    """The outcome: a draft with the newcomer, or the reason for a refusal."""
 
     draft: Draft | None
-    anew: bool
     reason: str
     earliest_deadline_s: float | None
 
@@ -52,9 +51,7 @@ def no_block(job: Job, layout: Layout, now: float) -> str:
 class AdmissionControl:
     """Admission of one newcomer beside the jobs of a planner."""
 
-    def __init__(
-        self, planner: Planner, newcomer: LiveJob, protection: Protection | None = None, *, thorough: bool = True
-    ) -> None:
+    def __init__(self, planner: Planner, newcomer: LiveJob, protection: Protection | None, *, thorough: bool) -> None:
         """``thorough``: try other orders, too, and give a reason and an offer if refused; else a quick yes or no."""
         self.planner = planner
         self.job = newcomer
@@ -78,16 +75,15 @@ class AdmissionControl:
             raise ValueError(f"job {self.job.job_id!r} has no deadline; only a deadline needs admission")
         problem = self._impossible(work)
         if problem is not None:
-            return AdmissionVerdict(None, False, problem, None)
+            return AdmissionVerdict(None, problem, None)
         tries = self._effort(config.rescue_orders) if self.thorough else 0
         found = self._try(work, deadline - config.deadline_margin_s, tries)
         if found is None and not self.thorough:
-            return AdmissionVerdict(None, False, "nothing has changed for it", None)
+            return AdmissionVerdict(None, "nothing has changed for it", None)
         if found is not None:
-            draft, anew = found
-            return AdmissionVerdict(draft, anew, self._why_admitted(draft), deadline)
+            return AdmissionVerdict(found, self._why_admitted(found), deadline)
         reason = self._why_not(work, deadline)  # before other deadlines are tried
-        return AdmissionVerdict(None, False, reason, self._earliest(work))
+        return AdmissionVerdict(None, reason, self._earliest(work))
 
     def _effort(self, tries: int) -> int:
         """Limit the number of tries by their cost, so that decisions stay fast with many jobs."""
@@ -113,7 +109,7 @@ class AdmissionControl:
                 self.base.drop(self.job.job_id)
         return self.base
 
-    def _try(self, work: Work, limit: float, rescue: int) -> tuple[Draft, bool] | None:
+    def _try(self, work: Work, limit: float, rescue: int) -> Draft | None:
         newcomer = replace(work, limit_s=limit)
         if self.planner.now + self._least(work) > limit + TOLERANCE_S:
             return None
@@ -123,27 +119,27 @@ class AdmissionControl:
             self.priced_out = found is None
             return found
         if self.room is not None and (course := share_now(self.room, newcomer, limit)) is not None:
-            return self._with(self.room, course), False
+            return self._with(self.room, course)
         draft = self.planner.fresh(newcomer, guarded=True)
         if draft is not None:
-            return self.planner.unguarded(draft), True
+            return self.planner.unguarded(draft)
         if self.room is not None and (course := share_later(self.room, newcomer, limit)) is not None:
-            return self._with(self.room, course), False
+            return self._with(self.room, course)
         base = self._base_draft()
         if base is not None:
             course = share_later(base, newcomer, limit)
             if course is not None:
-                return self.planner.unguarded(self._with(base, course)), True
+                return self.planner.unguarded(self._with(base, course))
         # Tried late, because the other ways often find a smaller share and leave the rest of the reservation to others.
         if (found := self._as_reserved(newcomer, limit)) is not None:
             return found
         if rescue:
             draft = self.planner.fresh(newcomer, rescue=rescue, guarded=True)
             if draft is not None:
-                return self.planner.unguarded(draft), True
+                return self.planner.unguarded(draft)
         return None
 
-    def _as_reserved(self, work: Work, limit: float) -> tuple[Draft, bool] | None:
+    def _as_reserved(self, work: Work, limit: float) -> Draft | None:
         """Return a draft with the slots reserved for the job before it was submitted, if they still suffice."""
         kept, now = self.job.reservation, self.planner.now
         if kept is None:
@@ -154,8 +150,8 @@ class AdmissionControl:
         if holdings[-1].end_s < limit:
             holdings[-1] = holdings[-1]._replace(end_s=limit)
         course = course_of(work, holdings, now)
-        free = all(not h.mask & ~self.stored.book.free_over(h.start_s, h.end_s) for h in course.holdings)
-        return (self._with(self.stored, course), False) if free and course.promised_s <= limit + TOLERANCE_S else None
+        free = self.stored.is_free(course)
+        return self._with(self.stored, course) if free and course.promised_s <= limit + TOLERANCE_S else None
 
     def _leaves_room(self, work: Work, limit: float) -> bool:
         """Return whether it fits beside the expected use of cheaper arrivals (always with first-come admission).

@@ -191,7 +191,7 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
         _, winner, course = heappop(options)
         before = draft.drop(winner)
         assert before is not None
-        if all(not held & ~draft.book.free_over(start, end) for start, end, held in course.holdings):
+        if draft.is_free(course):
             draft.put(winner, course)
         else:  # another job took these slots meanwhile
             draft.put(winner, before)

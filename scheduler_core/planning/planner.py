@@ -6,7 +6,7 @@ every start-up, pause, migration and tail paid. Stored courses stay valid as lon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
@@ -15,7 +15,7 @@ from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.jobs.profiling import is_measured_at, known_speeds, sizes_to_measure, window_s
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.values import Phase
-from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, Work
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work
 from elasticflow_airflow.scheduler_core.planning.allocation import as_soon_as_possible, grow, while_free, window
 from elasticflow_airflow.scheduler_core.planning.exploring import try_next_size
 from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape
@@ -182,9 +182,7 @@ class Planner:
     def reserve(self, draft: Draft) -> Draft:
         """Add the stored reservations of expected runs that have none in the draft, if they are free in it."""
         for job_id, course in self.reservations.items():
-            if job_id not in draft.courses and all(
-                not mask & ~draft.book.free_over(start, end) for start, end, mask in course.holdings
-            ):
+            if job_id not in draft.courses and draft.is_free(course):
                 draft.put(job_id, course)
         return draft
 
@@ -403,8 +401,3 @@ def _stand_in(work: Work, size: int, seconds: float, begin: float, end: float) -
         tail_s=0.0,
         limit_s=end + TOLERANCE_S,
     )
-
-
-def without(courses: Iterable[Holding], now: float) -> tuple[Holding, ...]:
-    """Return the holdings that are not over."""
-    return tuple(h for h in courses if h.end_s > now + TOLERANCE_S)

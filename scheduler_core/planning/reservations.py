@@ -121,7 +121,7 @@ def keepable(planner: Planner, works: Sequence[Work]) -> list[Work]:
     These are all if they fit beside the stored plan, or if a joint plan proves them. Otherwise they are those that fit
     in deadline order among the promises, after the promises, or beside the stored plan, whichever keeps the most.
     """
-    fitting = _fitting(planner, works)
+    fitting = _place(planner.reserve(planner.stored()), works)
     if len(fitting) == len(works):
         return fitting
     promises = [*planner.promised(), *planner.turns(), *planner.kept_at_risk()]
@@ -161,11 +161,6 @@ def _left_out(planner: Planner, ordered: Sequence[Work], may: Collection[str]) -
     return left_out
 
 
-def _fitting(planner: Planner, works: Sequence[Work]) -> list[Work]:
-    """Return the stand-ins that fit beside the stored plan."""
-    return _place(planner.reserve(planner.stored()), works)
-
-
 def beside(draft: Draft, works: Sequence[Work]) -> Draft | None:
     """Return a copy of ``draft`` with all stand-ins booked beside its courses; None if one does not fit."""
     twin = draft.copy()
@@ -178,7 +173,7 @@ def _place(draft: Draft, works: Sequence[Work]) -> list[Work]:
     If there is no room for a run that is now expected to be later or longer, its old reservation stays.
     """
     placed, anew = list[Work](), list[Work]()
-    for work in sorted(works, key=lambda work: (work.limit_s, work.job_id)):
+    for work in deadline_order(works):
         before = draft.courses.get(work.job_id)
         (placed if before is not None and _does(work, before, draft.now) else anew).append(work)
     for work in anew:

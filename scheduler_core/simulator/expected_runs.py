@@ -7,7 +7,7 @@ run will be submitted, when, and how long it will take is learned from those alo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,6 +18,8 @@ from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import TraceJob
 
+_HORIZON_S = 2 * 86400.0
+"""How far ahead runs are announced."""
 _KEPT = 30
 """Number of past runs kept per task."""
 _SAME_S = 60.0
@@ -75,20 +77,12 @@ class _Task:
 
 
 class CalendarFeed:
-    """A policy that wraps the scheduler and, at every submission, announces expected runs ``horizon_s`` ahead."""
+    """A policy that wraps the scheduler and, at every submission, announces the expected runs of a trace's tasks."""
 
-    def __init__(
-        self, scheduler: Scheduler, tables: Mapping[str, Timetable], dues: Mapping[str, float], horizon_s: float
-    ) -> None:
-        self._scheduler, self._horizon_s = scheduler, horizon_s
-        self._tasks = {task: _Task(table) for task, table in tables.items()}
-        self._dues = dues
-
-    @classmethod
-    def of(cls, scheduler: Scheduler, rows: Sequence[TraceJob], horizon_s: float = 2 * 86400.0) -> CalendarFeed:
-        """Create a feed for the tasks of a trace."""
-        dues = {row.job_id: row.due_s for row in rows if row.expected and row.due_s is not None}
-        return cls(scheduler, timetables(rows), dues, horizon_s)
+    def __init__(self, scheduler: Scheduler, rows: Sequence[TraceJob]) -> None:
+        self._scheduler = scheduler
+        self._tasks = {task: _Task(table) for task, table in timetables(rows).items()}
+        self._dues = {row.job_id: row.due_s for row in rows if row.expected and row.due_s is not None}
 
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
         """Pass an event on to the scheduler; after a submission, also announce the runs expected next."""
@@ -125,7 +119,7 @@ class CalendarFeed:
         if job is None or job.curve is None:
             return
         known = set(task.open)
-        for due in task.timetable.due(now, now + self._horizon_s):
+        for due in task.timetable.due(now, now + _HORIZON_S):
             if due in known and not anew:
                 continue
             run = expect(

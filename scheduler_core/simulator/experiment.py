@@ -265,7 +265,7 @@ def policy_for(setting: Setting, contender: Contender, base: SchedulerConfig | N
     policy = make_policy(contender.policy, setting.nodes, config_for(setting, contender, base))
     told = setting.calendar if contender.calendar is None else contender.calendar
     if told and isinstance(policy, Scheduler) and timetables(setting.trace.jobs):
-        return CalendarFeed.of(policy, setting.trace.jobs)
+        return CalendarFeed(policy, setting.trace.jobs)
     return policy
 
 

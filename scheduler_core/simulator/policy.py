@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Decision
 from elasticflow_airflow.scheduler_core.model.events import Event
 from elasticflow_airflow.scheduler_core.model.values import JobState, Node
@@ -25,20 +24,10 @@ class Policy(Protocol):
 class InspectablePolicy(Policy, Protocol):
     """A policy that exposes the state of its jobs."""
 
-    config: SchedulerConfig
-
     def nodes(self) -> tuple[Node, ...]:
         """Return the nodes as last reported."""
         ...
 
     def states(self) -> tuple[JobState, ...]:
         """Return the state of every live job, in order of arrival."""
-        ...
-
-    def state(self, job_id: str) -> JobState | None:
-        """Return the state of one job; None if it is not live."""
-        ...
-
-    def projected_finish_s(self, job_id: str) -> float | None:
-        """Return when the last step of a live job is expected; None if unknown."""
         ...

@@ -23,6 +23,8 @@ from elasticflow_airflow.scheduler_core.simulator.policy import Policy
 _TINY_S = 1e-5
 _MEASURE_S = 20.0
 """How long a gang takes to measure its speed, from its first step."""
+_AVOID_S = 3600.0
+"""How long the policy is told to avoid a slow slot."""
 _LEAST_WAKE_UP_S = 1e-3
 """Many consecutive wake-ups at shorter intervals than this mean that the clock does not advance."""
 
@@ -112,10 +114,9 @@ class Simulation:
 
     ``report_after_s``/``report_every_s``: when running jobs report progress and measured speed; None: never, which is
     right when curves are exact. With reports, a gang that made steps and is stopped or resized reports its remaining
-    steps. ``checkpoint_s``: a lost gang loses its steps since the last multiple of this. ``startup_factor`` scales
-    every real start-up and pause (1: as planned). ``straggler_after_s``: after a gang of several workers has made steps
-    with a slow slot for this long, the policy is told to avoid the slot for ``straggler_avoid_s`` (None: the policy
-    sees only the reported speed).
+    steps. ``checkpoint_s``: a lost gang loses its steps since the last multiple of this. ``straggler_after_s``: after a
+    gang of several workers has made steps with a slow slot for this long, the policy is told to avoid the slot for an
+    hour (None: the policy sees only the reported speed).
     """
 
     name: str
@@ -126,9 +127,7 @@ class Simulation:
     report_after_s: float | None = None
     report_every_s: float = 600.0
     checkpoint_s: float = 300.0
-    startup_factor: float = 1.0
     straggler_after_s: float | None = None
-    straggler_avoid_s: float = 3600.0
     leftover: Callable[[str, str], float] | None = None
     """Fraction of its speed that a guest keeps on a slot, given the owner's workload and its own.
     None: no slot is shared in this way, whatever a policy decides."""
@@ -297,7 +296,7 @@ class Simulation:
         (slowest, slot), (next_slowest, _) = factors[:2]
         after, reported = self.straggler_after_s, self.report_after_s
         gain = next_slowest / slowest if after is not None and reported is not None and reported <= after else 1.0
-        return [ev.SlotSlow(run.record.job_id, slot, now + self.straggler_avoid_s, gain=gain)]
+        return [ev.SlotSlow(run.record.job_id, slot, now + _AVOID_S, gain=gain)]
 
     # -- what is decided -------------------------------------------------------------------------------------------
 
@@ -398,7 +397,7 @@ class Simulation:
         costs = run.simulated.job.costs
         run.starting = not before or interrupted
         cost = costs.startup_s if run.starting else costs.pause_s
-        run.ready_s = now + cost * self.startup_factor
+        run.ready_s = now + cost
         record.changes += 1
         record.migrations += bool(before) and not (before < after or after < before)
         if record.started_s is None:

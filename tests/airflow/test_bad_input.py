@@ -20,7 +20,7 @@ from elasticflow_airflow.client import ElasticFlowClient
 from elasticflow_airflow.client.errors import raise_for_answer
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.operators import ElasticTrainOperator
-from elasticflow_airflow.service.http.app import TokenGuard
+from elasticflow_airflow.service.http.middleware import TokenGuard
 
 GOOD = {"task_id": "train", "script": "train.py", "steps": 10, "global_batch_size": 8, "deadline": "07:30"}
 

@@ -9,12 +9,12 @@ import pytest
 from airflow.sdk import DAG, Asset, AsyncCallback, DeadlineAlert, DeadlineReference
 from airflow.sdk.definitions.deadline import VariableInterval
 
-from elasticflow_airflow.deadlines.dag_deadline import RunTimes, alerts_of, check_time_from_dag, time_from_dag
+from elasticflow_airflow.deadlines.dag_deadline import alerts_of, check_time_from_dag, time_from_dag
 from elasticflow_airflow.deadlines.parse import DeadlineError
 from elasticflow_airflow.operators import ElasticTrainOperator
 
 DUE = pendulum.datetime(2026, 11, 20, 5)
-RUN = RunTimes(due=DUE, logical_date=pendulum.datetime(2026, 11, 19))
+LOGICAL_DATE = pendulum.datetime(2026, 11, 19)
 NEXT = pendulum.datetime(2026, 11, 21, 5)
 
 
@@ -26,8 +26,11 @@ def alert(reference, interval=timedelta(hours=1), name=None) -> DeadlineAlert:
     return DeadlineAlert(reference=reference, interval=interval, callback=AsyncCallback(tell), name=name)
 
 
-def found(*alerts, run=RUN, next_run=lambda: NEXT, variables=None):
-    return time_from_dag(alerts, run, next_run=next_run, variable=(variables or {}).__getitem__, deadline_of="publish")
+def found(*alerts, logical_date=LOGICAL_DATE, next_run=lambda: NEXT, variables=None):
+    variable = (variables or {}).__getitem__
+    return time_from_dag(
+        alerts, due=DUE, logical_date=logical_date, next_run=next_run, variable=variable, deadline_of="publish"
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,8 +77,7 @@ def test_without_an_alert_the_next_run_is_the_deadline():
 
 
 def test_a_run_without_a_logical_date():
-    run = RunTimes(due=DUE, logical_date=None)
-    time = found(alert(DeadlineReference.DAGRUN_LOGICAL_DATE), run=run)
+    time = found(alert(DeadlineReference.DAGRUN_LOGICAL_DATE), logical_date=None)
     assert time.at == NEXT
     assert "this run has none" in time.said
 

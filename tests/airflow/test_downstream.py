@@ -10,10 +10,11 @@ import pytest
 from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
 from airflow.sdk.execution_time.comms import ErrorResponse, GetDagRun, GetPreviousDagRun, GetPreviousTI
 
-from elasticflow_airflow.deadlines.downstream import EndedJob, TaskOfRun, observed, quantile, reserve_for
+from elasticflow_airflow.api import JobIdentity
+from elasticflow_airflow.deadlines.downstream import EndedJob, observed, quantile, reserve_for
 
 NOW = pendulum.datetime(2026, 11, 20)
-MINE = TaskOfRun(dag_id="daily", task_id="train", map_index=-1, before=NOW)
+MINE = JobIdentity(dag_id="daily", run_id="run0", task_id="train")
 RESERVE = timedelta(minutes=5)
 
 
@@ -78,14 +79,14 @@ def airflow() -> Airflow:
 def test_of_a_task_and_of_the_run(airflow):
     for minutes in (10, 11, 30):
         airflow.run(publish=minutes, run=minutes + 5)
-    assert observed(MINE, "publish", airflow) == [600.0, 660.0, 1800.0]
-    assert observed(MINE, "dag_run", airflow) == [900.0, 960.0, 2100.0]
+    assert observed(MINE, NOW, "publish", airflow) == [600.0, 660.0, 1800.0]
+    assert observed(MINE, NOW, "dag_run", airflow) == [900.0, 960.0, 2100.0]
 
 
 def test_the_reserve_is_a_high_quantile_and_a_margin_and_says_so(airflow):
     for minutes in (10, 11, 30):
         airflow.run(publish=minutes)
-    reserve, warning = reserve_for(MINE, "publish", RESERVE, ask=airflow)
+    reserve, warning = reserve_for(MINE, NOW, "publish", RESERVE, ask=airflow)
     assert warning is None
     assert (reserve.after_s, reserve.margin_s, reserve.total_s) == (1800.0, 180.0, 1980.0)
     assert reserve.said == (
@@ -96,7 +97,7 @@ def test_the_reserve_is_a_high_quantile_and_a_margin_and_says_so(airflow):
 
 
 def test_without_history_the_declared_reserve_counts_with_a_warning(airflow):
-    reserve, warning = reserve_for(MINE, "publish", RESERVE, ask=airflow)
+    reserve, warning = reserve_for(MINE, NOW, "publish", RESERVE, ask=airflow)
     assert (reserve.after_s, reserve.margin_s) == (300.0, 0.0)
     assert "no earlier run shows how long it takes from the end of training to the end of task 'publish'" in warning
     assert "using downstream_reserve (5 min) as declared" in warning
@@ -104,12 +105,12 @@ def test_without_history_the_declared_reserve_counts_with_a_warning(airflow):
 
 def test_one_run_is_little_to_go_by(airflow):
     airflow.run(publish=1)
-    reserve, warning = reserve_for(MINE, "publish", RESERVE, ask=airflow)
+    reserve, warning = reserve_for(MINE, NOW, "publish", RESERVE, ask=airflow)
     assert (reserve.after_s, warning) == (300.0, None)
     assert reserve.said.endswith("more than the 1 run so far have shown")
     airflow.runs.clear()
     airflow.run(publish=9)
-    reserve, _ = reserve_for(MINE, "publish", RESERVE, ask=airflow)
+    reserve, _ = reserve_for(MINE, NOW, "publish", RESERVE, ask=airflow)
     assert (reserve.after_s, reserve.margin_s) == (540.0, 54.0)
     assert reserve.said.startswith("p95 of the last 1 run (9 min), from")
 
@@ -121,20 +122,20 @@ def test_cleared_runs_backfills_and_runs_without_one_of_the_two_tell_nothing(air
     airflow.run(publish=8_000, training=False)
     airflow.run(publish=-5)  # somebody marked the training anew, long after
     airflow.run(publish=7)
-    assert observed(MINE, "publish", airflow) == [420.0]
+    assert observed(MINE, NOW, "publish", airflow) == [420.0]
 
 
 def test_a_mapped_target_ends_with_its_last_instance(airflow):
     airflow.run(mapped=(3, 9, 4))
-    assert observed(MINE, "publish", airflow) == [540.0]
+    assert observed(MINE, NOW, "publish", airflow) == [540.0]
     airflow.run(mapped=range(40), run=60)  # too many to ask for: the end of the run stands for them
-    assert observed(MINE, "publish", airflow) == [540.0, 3600.0]
+    assert observed(MINE, NOW, "publish", airflow) == [540.0, 3600.0]
 
 
 def test_the_last_twenty_runs_are_enough(airflow):
     for day in range(30):
         airflow.run(publish=1 + day)
-    found = observed(MINE, "publish", airflow)
+    found = observed(MINE, NOW, "publish", airflow)
     assert found == [60.0 * (1 + day) for day in range(20)]
     assert len(airflow.asked) == 60
     assert quantile(found, 0.95) == 60.0 * 19
@@ -144,7 +145,7 @@ def test_an_api_that_does_not_answer_is_no_reason_to_fail():
     def refuse(message):
         raise AirflowRuntimeError(ErrorResponse(error=ErrorType.API_SERVER_ERROR))
 
-    reserve, warning = reserve_for(MINE, "publish", RESERVE, ask=refuse)
+    reserve, warning = reserve_for(MINE, NOW, "publish", RESERVE, ask=refuse)
     assert reserve.after_s == 300.0
     assert "the history of earlier runs could not be read" in warning
     assert "using downstream_reserve" in warning
@@ -156,11 +157,11 @@ def test_runs_without_a_logical_date_are_known_by_the_services_jobs(airflow):
         airflow.run(run=20)
     jobs = [EndedJob(run_id=run.run_id, ended_at=run.end_date.timestamp() - 1000) for run in airflow.runs]
     gone = EndedJob(run_id="deleted", ended_at=0.0)
-    unordered = TaskOfRun(dag_id="daily", task_id="train", map_index=-1, before=NOW.subtract(years=1))
-    reserve, warning = reserve_for(unordered, "publish", RESERVE, ask=airflow, ended_jobs=lambda: [gone, *jobs])
+    unordered = NOW.subtract(years=1)
+    reserve, warning = reserve_for(MINE, unordered, "publish", RESERVE, ask=airflow, ended_jobs=lambda _: [gone, *jobs])
     assert (reserve.after_s, warning) == (1000.0, None)
     assert "(to the end of the run: these runs have no logical date)" in reserve.said
-    reserve, _ = reserve_for(unordered, "dag_run", RESERVE, ask=airflow, ended_jobs=lambda: jobs)
+    reserve, _ = reserve_for(MINE, unordered, "dag_run", RESERVE, ask=airflow, ended_jobs=lambda _: jobs)
     assert reserve.after_s == 1000.0
     assert "logical date" not in reserve.said
 

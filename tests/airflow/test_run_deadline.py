@@ -35,9 +35,9 @@ def the_task(**changes) -> SimpleNamespace:
     return SimpleNamespace(task_id="train", downstream_reserve=timedelta(minutes=5), **{**given, **changes})
 
 
-def deadlines(task, run, memory=None, zone=BERLIN, now=None, **options) -> DeadlinesOfRun:
+def deadlines(task, run, memory=None, zone=BERLIN, now=None) -> DeadlinesOfRun:
     now = now or run.run_after.add(minutes=1)
-    return DeadlinesOfRun(task, run, MINE, zone, memory or TaskMemory(), now=now, has_history=False, **options)
+    return DeadlinesOfRun(task, run, MINE, zone, memory or TaskMemory(), now=now)
 
 
 def utc(seconds: float) -> str:
@@ -202,8 +202,7 @@ def test_past_trainings_are_those_of_this_task_in_other_runs(service, make_statu
         return jobs
 
     monkeypatch.setattr(ElasticFlowClient, "list_jobs", list_jobs)
-    ti = SimpleNamespace(dag_id="daily", run_id="run1", task_id="train", map_index=None)
-    assert [(one.run_id, one.ended_at) for one in ended_jobs(ElasticFlowHook(), ti)] == [("run0", 5.0)]
+    assert [(one.run_id, one.ended_at) for one in ended_jobs(ElasticFlowHook(), MINE)] == [("run0", 5.0)]
     whose = {"namespace": "default", "dag_id": "daily", "task_id": "train", "map_index": -1}
     assert asked == [{"state": "succeeded", "limit": 100, **whose}]  # others do not use up the limit
 
@@ -211,4 +210,4 @@ def test_past_trainings_are_those_of_this_task_in_other_runs(service, make_statu
         raise ServiceUnavailable("nobody answers")
 
     monkeypatch.setattr(ElasticFlowClient, "list_jobs", away)
-    assert ended_jobs(ElasticFlowHook(), ti) == []
+    assert ended_jobs(ElasticFlowHook(), MINE) == []

@@ -23,7 +23,6 @@ from elasticflow_airflow.runtime.stores.manifest import (
     adopt,
     list_candidates,
     newest_generation,
-    newest_valid,
     promote,
     promoted,
     publish,
@@ -169,7 +168,7 @@ def test_another_checkpoint_under_the_promoted_name_is_not_used(two, candidate, 
 def test_nothing_promoted_is_nothing_to_resume(candidate, warnings):
     info = candidate(1, 10)
     assert promoted(info.path.parents[1], warnings.append) is None
-    assert newest_valid(info.path.parents[1], warnings.append) == info
+    assert verify_candidate(info.path) == info
     assert warnings == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from elasticflow_airflow.runtime import rendezvous
 from elasticflow_airflow.runtime.gang import handover
-from elasticflow_airflow.runtime.gang.meeting_store import publish_store, serve_store, wait_for_address
+from elasticflow_airflow.runtime.gang.meeting_store import publish_store, wait_for_address
 
 LIMIT = datetime.timedelta(seconds=10)
 
@@ -24,8 +24,8 @@ def listening() -> list[tuple[str, int]]:
     return found
 
 
-def test_it_listens_where_the_others_are_told_to_come_and_nowhere_else():
-    store = serve_store("127.0.0.1", LIMIT)
+def test_it_listens_where_the_others_are_told_to_come_and_nowhere_else(tmp_path):
+    store = publish_store(tmp_path / "g000001.json", "127.0.0.1", LIMIT)
     store.set("key", "value")
     assert {address for address, port in listening() if port == store.port} == {"0100007F"}
     assert store.get("key") == b"value"
@@ -38,9 +38,9 @@ def test_both_who_open_stores_do_it_so():
         assert "is_master=True" not in Path(module.__file__).read_text()
 
 
-def test_an_address_of_another_machine():
+def test_an_address_of_another_machine(tmp_path):
     with pytest.raises(OSError, match="assign requested address"):
-        serve_store("192.0.2.1", LIMIT)
+        publish_store(tmp_path / "g000001.json", "192.0.2.1", LIMIT)
 
 
 def test_who_waits_finds_what_is_published(tmp_path):

@@ -159,7 +159,7 @@ def test_the_session_trains_as_a_plain_loop_does(training):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-    inputs, targets = run.loader._fetcher.tickets.dataset.tensors
+    inputs, targets = run.loader._fetcher._fetcher.tickets.dataset.tensors
     for _ in range(2):
         for start in range(0, 20, 6):
             loss = nn.functional.mse_loss(model(inputs[start : start + 6]), targets[start : start + 6])
@@ -388,7 +388,7 @@ def test_register_twice(training):
 def test_dataloader_twice(training):
     run = training(epochs=1)
     with pytest.raises(ValueError, match="may be called once"):
-        run.session.dataloader(run.loader._fetcher.tickets.dataset, global_batch_size=2)
+        run.session.dataloader(run.loader._fetcher._fetcher.tickets.dataset, global_batch_size=2)
 
 
 def test_dataloader_alone_needs_the_batch_size(training):

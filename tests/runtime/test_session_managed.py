@@ -11,6 +11,7 @@ import torch
 
 from elasticflow_airflow import runtime
 from elasticflow_airflow.runtime import bootstrap
+from elasticflow_airflow.runtime.checkpoints.interval import PRIOR_MTBF_S
 from elasticflow_airflow.runtime.context import detect
 from elasticflow_airflow.runtime.protocol import (
     SUBMITTED_ENV,
@@ -387,7 +388,7 @@ def test_failures_and_the_time_in_which_they_came_are_counted_from_the_same_mome
     second.run().session.finish()
     interval = second.session._core.saver._interval
     assert (interval.failures, interval.trained_s >= 90_000.0) == (5, True)
-    assert interval.mtbf_s >= (interval.prior_mtbf_s + 90_000.0) / 6
+    assert interval.mtbf_s >= (PRIOR_MTBF_S + 90_000.0) / 6
 
 
 def test_failures_of_another_incarnation_are_not_counted_and_neither_is_its_time(service, training, tmp_path):

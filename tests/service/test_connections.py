@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from elasticflow_airflow.service.http import connections
-from elasticflow_airflow.service.http.bodies import BODY_LIMIT_BYTES, LIMITS_BYTES
+from elasticflow_airflow.service.http.middleware import BODY_LIMIT_BYTES, LIMITS_BYTES
 
 TOKEN = "a-long-token"
 LIMIT_S = 30.0

@@ -25,6 +25,7 @@ STORED_BEFORE = {
     "message": "ValueError: x",
     "kind": None,
     "rank": 0,
+    "micro_batch_size": 8,
 }
 
 
@@ -42,15 +43,14 @@ def test_notes_that_were_stored_before_they_had_types_are_read():
         slow={"g1-r0": 1.8e9},
         absent=("g1-r1",),
         message="ValueError: x",
-        rank=0,
     )
 
 
-@pytest.mark.parametrize("notes", [GenerationNotes(), GenerationNotes(finished=Finished(), measured=True, rank=0)])
+@pytest.mark.parametrize("notes", [GenerationNotes(), GenerationNotes(finished=Finished(), measured=True, threads=0)])
 def test_what_is_as_by_default_is_not_stored(notes):
     column = Document(GenerationNotes)
     stored = column.to_json(notes)
-    assert stored == ({} if notes == GenerationNotes() else {"finished": {}, "measured": True, "rank": 0})
+    assert stored == ({} if notes == GenerationNotes() else {"finished": {}, "measured": True, "threads": 0})
     assert column.from_json(stored) == notes
 
 
@@ -66,8 +66,8 @@ def test_what_cannot_be_read_says_so_when_it_is_looked_into_and_is_kept(stored):
 
 def test_of_several_workers_the_longest_pause_counts_and_the_first_failure():
     assert Switch().at_least(5.0, 0.1, None).at_least(4.0, 0.2, 8.0) == Switch(5.0, 0.2, 8.0)
-    first = GenerationNotes().failed("ValueError: x", None, 1)
-    assert first.failed("lost its peer", "peer", 0) == GenerationNotes(message="ValueError: x", kind="peer", rank=1)
+    first = GenerationNotes().failed("ValueError: x", None)
+    assert first.failed("lost its peer", "peer") == GenerationNotes(message="ValueError: x", kind="peer")
 
 
 LOSSES = {"width": 10.0, "losses": [3.0, 2.0]}

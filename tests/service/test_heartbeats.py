@@ -9,8 +9,8 @@ import pytest
 
 from elasticflow_airflow.engines.job_files import Heartbeat, JobFolders
 from elasticflow_airflow.runtime.protocol import heartbeat_path, write_json_atomic
-from elasticflow_airflow.service.job_files.heartbeats import find_hung
 from elasticflow_airflow.service.loop.rescaling import survivors
+from elasticflow_airflow.service.loop.watching import find_hung
 
 
 def beat(phase: str, at_s: float = 1000.0) -> Heartbeat:

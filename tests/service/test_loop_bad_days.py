@@ -187,6 +187,13 @@ def test_a_damaged_final_checkpoint_is_trained_again_and_never_returned(world):
     assert "/g000002/" in done.result.checkpoint_path
 
 
+def test_a_job_whose_final_checkpoint_stays_damaged_says_so_as_it_fails(make_world):
+    world = make_world(checkpoint_interval_s=3.0, max_restarts=0)
+    _job, done = run(world, damaged_checkpoints=True)
+    assert done.state == "failed"
+    assert re.fullmatch(r"the final checkpoint \S+ is missing or damaged", done.failure)
+
+
 def test_workers_that_ignore_that_they_should_leave_are_gone_in_the_end(world):
     job = world.submit(within=900, steps=4000, scaling_curve=CURVE, fake={"ignores_leave": True})
     world.run(5)

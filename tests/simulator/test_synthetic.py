@@ -99,7 +99,6 @@ def test_recurring_runs_are_late_sometimes_missing_and_sometimes_tried_again():
         (lambda: poisson(CURVES, jobs=0, every_s=1.0), "jobs is 0"),
         (lambda: poisson(CURVES, jobs=1, every_s=float("nan")), "every_s is nan"),
         (lambda: poisson({}, jobs=1, every_s=1.0), "no curve has a size of at most 16 workers"),
-        (lambda: diurnal(CURVES, days=1, per_day=1, swing=2.0), "swing is 2.0"),
         (lambda: Shape(slack=(0.5, 2.0)), "slack is 0.5 to 2"),
         (lambda: Shape(most_workers=0), "most_workers is 0"),
         (lambda: RecurringDags(come=1.5), "come is 1.5"),
@@ -138,7 +137,7 @@ def simulate(rows: list[TraceJob], *, calendar: bool, nodes: int = 2) -> tuple[d
     machines = cluster(nodes, 4)
     jobs = prepare(Trace(None, tuple(rows)), CURVES, machines, Conditions(pause_s=10.0))
     scheduler = Scheduler(nodes=machines)
-    policy = CalendarFeed.of(scheduler, rows) if calendar else scheduler
+    policy = CalendarFeed(scheduler, rows) if calendar else scheduler
     result = Simulation(name="calendar", policy=policy, nodes=machines, jobs=jobs).run()
     return {record.job_id: record.met for record in result.records}, int(result.summary()["late_though_admitted"])
 
@@ -204,7 +203,7 @@ def test_announcements_use_only_what_has_happened():
             return super().handle(event, now)
 
     jobs = prepare(Trace(None, tuple(rows)), CURVES, machines, Conditions(pause_s=10.0))
-    policy = CalendarFeed.of(Watching(nodes=machines), rows)
+    policy = CalendarFeed(Watching(nodes=machines), rows)
     Simulation(name="watched", policy=policy, nodes=machines, jobs=jobs).run()
     assert told
     assert all(0.0 < probability <= 1.0 for _, _, probability in told)

@@ -3,23 +3,16 @@
 Read are the export, the trace, the folder of curves and the shape of the cluster. Reported is everything that could not
 have happened on real machines: a slot held twice or not there, a gang on slots that are no aligned block, steps that
 nobody made, a job that is forgotten. Lateness is counted, not judged: the export does not say what was promised.
-
-    python tests/support/schedule_checker.py schedule.jsonl --trace T.csv --curves DIR --nodes 16 --slots-per-node 8 \
-        --pause-s 30
-
-prints the counts and the violations as JSON; exit status 1 if there is any.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 WORK_TOLERANCE = 1e-6
@@ -63,7 +56,6 @@ class Report:
     late: int = 0
     """Ended after the deadline that it came with (promised or not)."""
     rejected: int = 0
-    rejected_after_running: int = 0
     finished: int = 0
     changes: int = 0
     """Times that a job's slots became another non-empty set, starts included."""
@@ -85,7 +77,6 @@ class _Held:
     ready_s: float = 0.0
     starting: bool = False
     done: float = 0.0
-    started: bool = False
     end: str = ""
     dirty: bool = False
     """Its slots changed at the time that is being read."""
@@ -244,7 +235,6 @@ class _Reading:
         held.starting = bool(after) and (not before or interrupted)
         if not after:
             return
-        held.started = True
         held.ready_s = at + (self.startup_s if held.starting else self.pause_s)
         self.report.changes += 1
         self.report.migrations += bool(before) and not (before <= after or after <= before)
@@ -310,7 +300,6 @@ class _Reading:
             self.hold(job_id, job, held, at, [])
         if event == "rejected":
             self.report.rejected += 1
-            self.report.rejected_after_running += held.started
             return
         self.report.finished += 1
         if held.done < job.steps * (1.0 - WORK_TOLERANCE):
@@ -328,29 +317,3 @@ def _places_among_equals(sizes: Sequence[int], types: Sequence[str]) -> list[int
         places.append(seen[kind])
         seen[kind] += 1
     return places
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Check an exported schedule.")
-    parser.add_argument("schedule", type=Path)
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--curves", type=Path, required=True)
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--slots-per-node", type=int, required=True)
-    parser.add_argument("--pause-s", type=float, default=30.0)
-    parser.add_argument("--any-slots", action="store_true", help="gangs may stand on any slots, not only blocks")
-    options = parser.parse_args()
-    with options.schedule.open(encoding="utf-8") as lines:
-        report = check(
-            lines,
-            read_jobs(options.trace, options.curves),
-            [options.slots_per_node] * options.nodes,
-            options.pause_s,
-            blocks=not options.any_slots,
-        )
-    print(json.dumps(asdict(report) | {"kinds": report.kinds()}, indent=1))
-    return 1 if report.violations else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -85,7 +85,8 @@ def manager(airflow_with_dags: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 def source(cluster: ScriptedCluster) -> Any:
     """Asks the scripted service, as the connection's client would."""
     from elasticflow_airflow.client import Endpoint
-    from elasticflow_airflow.ui.source import Address, Source
+    from elasticflow_airflow.hooks import Address
+    from elasticflow_airflow.ui.source import Source
 
     def serve(request: httpx.Request) -> httpx.Response:
         if cluster.away:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from elasticflow_airflow import hooks
 from elasticflow_airflow.client import Endpoint, ServiceUnavailable
 
 
@@ -35,7 +36,7 @@ def owner_watch(monkeypatch: pytest.MonkeyPatch) -> Any:
         namespace = "default"
 
     monkeypatch.setattr(module, "create_session", session)
-    monkeypatch.setattr(module, "ElasticFlowHook", Hook)
+    monkeypatch.setattr(hooks, "ElasticFlowHook", Hook)
     monkeypatch.setattr(module.Connections, "read", lambda self, session: {"a", "b", "away", "there"})
     return module
 
@@ -60,9 +61,9 @@ def test_each_service_is_told_once_and_one_that_is_away_keeps_no_other_from_it(o
 def test_a_service_that_a_new_connection_names_is_told_at_the_next_look(owner_watch, monkeypatch):
     told, opened = [], []
     monkeypatch.setattr(owner_watch, "report_owners", lambda client, *_: told.append(client.endpoint.base_url) or [])
-    real = owner_watch.ElasticFlowHook.endpoint
+    real = hooks.ElasticFlowHook.endpoint
     monkeypatch.setattr(
-        owner_watch.ElasticFlowHook,
+        hooks.ElasticFlowHook,
         "endpoint",
         lambda self, **given: opened.append(self.conn_id) or real(self, **given),
     )

@@ -13,8 +13,9 @@ import pytest
 from elasticflow_airflow.client import Endpoint
 from elasticflow_airflow.client.calls.service_calls import calls
 from elasticflow_airflow.client.errors import IncompatibleService, ServiceUnavailable
+from elasticflow_airflow.hooks import Address
 from elasticflow_airflow.ui import source as source_module
-from elasticflow_airflow.ui.source import Address, NotStarted, Source
+from elasticflow_airflow.ui.source import NotStarted, Source
 
 VERSION = calls.version()
 

@@ -31,11 +31,6 @@ from elasticflow_airflow.times import duration
 T = TypeVar("T")
 
 
-def note(text: str) -> None:
-    """Print a note on standard error."""
-    Console(stderr=True).print(f"note: {text}", style="yellow", highlight=False, soft_wrap=True, markup=False)
-
-
 class _Rate(ProgressColumn):
     """A column with the rate in jobs per second."""
 

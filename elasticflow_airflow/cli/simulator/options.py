@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from elasticflow_airflow.cli.terminal.lines import note
+
 if TYPE_CHECKING:
     from elasticflow_airflow.scheduler_core.simulator.disturbances import Troubles
     from elasticflow_airflow.scheduler_core.simulator.experiment import Setting
@@ -131,7 +133,6 @@ class SettingOptions:
         Raises:
             InputError: a file cannot be simulated, or an option of the troubles is refused.
         """
-        from elasticflow_airflow.cli.simulator.display import note
         from elasticflow_airflow.scheduler_core.model.values import OnReject
         from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Setting
         from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
@@ -141,7 +142,7 @@ class SettingOptions:
         what_goes_wrong = troubles.made(self.seed)
         jobs = read_trace(self.trace)
         if jobs.ignored:
-            note(f"{self.trace}: columns that are not known are ignored: {', '.join(jobs.ignored)}")
+            note(f"note: {self.trace}: columns that are not known are ignored: {', '.join(jobs.ignored)}")
         setting = Setting(
             trace=jobs,
             curves=read_curves(self.curves),
@@ -162,7 +163,7 @@ class SettingOptions:
         )
         if self.calendar and not setting.recurring:
             missing = "no task is expected at two due times or more (columns task, expected, due_s)"
-            note(f"{self.trace}: {missing}: no calendar")
+            note(f"note: {self.trace}: {missing}: no calendar")
         # Check that each row can be simulated, before anything runs.
         setting.jobs(Contender(policy="elasticflow"))
         return setting

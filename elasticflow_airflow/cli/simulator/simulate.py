@@ -13,6 +13,7 @@ from rich.console import Console
 
 from elasticflow_airflow.cli.simulator.answering import answering, require_writable
 from elasticflow_airflow.cli.simulator.options import ObjectiveChoice, SettingOptions, TroubleOptions
+from elasticflow_airflow.cli.terminal.lines import note
 from elasticflow_airflow.cli.terminal.signatures import with_option_groups
 
 WIDE = 200
@@ -32,7 +33,7 @@ def simulate(
 ) -> None:
     """Simulate a trace under one policy: the very scheduler of the service on a virtual clock."""
     with answering():
-        from elasticflow_airflow.cli.simulator.display import Bars, note, simulation_lines
+        from elasticflow_airflow.cli.simulator.display import Bars, simulation_lines
         from elasticflow_airflow.scheduler_core.model.config import Objective
         from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, play
         from elasticflow_airflow.scheduler_core.simulator.outputs.export import write_schedule
@@ -42,9 +43,9 @@ def simulate(
             require_writable([export], trace=options.trace, curves=options.curves)
         setting = options.setting(troubles)
         if options.objective != ObjectiveChoice.FIRST_COME and not contender.ours:
-            note(f"--objective {options.objective} is elasticflow's; {policy} knows none")
+            note(f"note: --objective {options.objective} is elasticflow's; {policy} knows none")
         if options.calendar and not contender.knows_calendar:
-            note(f"--calendar is elasticflow's; {policy} knows none")
+            note(f"note: --calendar is elasticflow's; {policy} knows none")
         with Bars(len(setting.trace.jobs)) as bars:
             played = play(setting, contender, on_progress=bars.start(contender.label))
         if export is not None:

@@ -7,10 +7,10 @@ from enum import StrEnum
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from elasticflow_airflow.cli.simulator.answering import answering, require_writable
 from elasticflow_airflow.cli.simulator.options import CurvesFolder
+from elasticflow_airflow.cli.terminal.lines import say
 
 
 class TraceKind(StrEnum):
@@ -74,4 +74,4 @@ def synthesize(
         write_trace(out, made)
     expected = sum(job.expected for job in made)
     runs = f", {expected} of them runs of recurring tasks" if expected else ""
-    Console(highlight=False, soft_wrap=True).print(f"{out}: {len(made)} jobs{runs}", markup=False)
+    say(f"{out}: {len(made)} jobs{runs}")

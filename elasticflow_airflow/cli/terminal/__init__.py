@@ -1,1 +1,1 @@
-"""Input and output of the command line: tables, times, and the options of its commands."""
+"""Input and output of the command line: lines, tables, times, and the options of its commands."""

@@ -10,9 +10,8 @@ from typing import TypeVar
 
 import httpx
 from pydantic import ValidationError
-from tenacity import retry_if_exception_type, stop_after_delay, wait_exception, wait_exponential, wait_random
+from tenacity import retry_if_exception_type, wait_exception, wait_exponential, wait_random
 from tenacity.retry import retry_base
-from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
 from elasticflow_airflow import __version__
@@ -30,11 +29,6 @@ T = TypeVar("T")
 
 RETRIED: retry_base = retry_if_exception_type(ServiceUnavailable)
 """Retry only while the service is unavailable: any other response would be the same the next time."""
-
-
-def give_up_after(retry_for_s: float) -> stop_base:
-    """Return the rule that stops retrying after ``retry_for_s`` seconds."""
-    return stop_after_delay(retry_for_s)
 
 
 def pause_between() -> wait_base:

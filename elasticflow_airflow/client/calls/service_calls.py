@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from tenacity import RetryCallState
+from tenacity import RetryCallState, stop_after_delay
 
 from elasticflow_airflow.client.calls.call import Call, UnsentCaller
-from elasticflow_airflow.client.calls.exchange import RETRIED, give_up_after, pause_between
+from elasticflow_airflow.client.calls.exchange import RETRIED, pause_between
 from elasticflow_airflow.client.calls.insight_calls import InsightCalls
 from elasticflow_airflow.client.calls.job_calls import JobCalls
 from elasticflow_airflow.client.calls.owner_calls import OwnerCalls
@@ -65,7 +65,7 @@ class ServiceClient(ServiceCalls):
         """Return tenacity's arguments: retry only while the service is unavailable, for ``retry_for_s`` seconds."""
         return {
             "retry": RETRIED,
-            "stop": give_up_after(self.retry_for_s),
+            "stop": stop_after_delay(self.retry_for_s),
             "wait": pause_between(),
             "reraise": True,
         }

@@ -25,7 +25,7 @@ from elasticflow_airflow.engines.local.machine import slots, stacks
 from elasticflow_airflow.engines.local.machine.interpreter import InterpreterCheck
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
 from elasticflow_airflow.engines.local.machine.processes import ProcessId
-from elasticflow_airflow.engines.local.observing import Observer, trainers_of
+from elasticflow_airflow.engines.local.observing import Observer, observe_workers, read_statuses, trainers_of
 from elasticflow_airflow.engines.local.starting import Starter
 from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
 from elasticflow_airflow.engines.port import EngineError, EngineNode, GangObservation, GangSpec, LogChunk
@@ -337,7 +337,7 @@ class LocalEngine:
         living: dict[Slot, str] = {}
         lost: set[str] = set()
         for earlier in chain:
-            for worker in self._observer.workers_of(earlier):
+            for worker in observe_workers(earlier, read_statuses(earlier)):
                 if worker.exit_code is not None or worker.worker_id in spec.lost:
                     lost.add(worker.worker_id)
                 elif worker.worker_id in may_stay:

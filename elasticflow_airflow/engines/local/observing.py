@@ -136,10 +136,6 @@ class Observer:
         coming = any(self._is_coming_up(folder) for folder in gang.folders.values())
         return coming or (key not in self._were_held and not self.elapsed(job, gang, "unread", START_LIMIT_S))
 
-    def workers_of(self, gang: GangRecord) -> tuple[WorkerObservation, ...]:
-        """Observe the members of a gang only."""
-        return observe_workers(gang, read_statuses(gang))
-
     def successor(self, job: JobRecord, gang: GangRecord) -> GangRecord | None:
         """Return the newest later generation to which this one has changed in place; None when there is none."""
         later = [

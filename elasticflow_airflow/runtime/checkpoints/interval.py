@@ -9,6 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+LEAST_S = 10.0
+MOST_S = 1800.0
+OF_TRAINING = 0.05
+"""Fraction of a background write's duration that is lost to training."""
 PRIOR_MTBF_S = 6 * 3600.0
 """Time between failures that is assumed before any is observed; it has the weight of one failure."""
 
@@ -32,17 +36,10 @@ def best_interval_s(save_cost_s: float, mtbf_s: float) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class SaveInterval:
-    """Chooses the interval, between ``least_s`` and ``most_s``, from the costs and failures reported to it.
-
-    ``of_training`` is the fraction of a background write's duration that is lost to training (0: none).
-    """
+    """Chooses the interval, between ``LEAST_S`` and ``MOST_S``, from the costs and failures reported to it."""
 
     first_s: float = 60.0
     """The interval until a save has been measured, for a state that is large or of unknown size."""
-    least_s: float = 10.0
-    most_s: float = 1800.0
-    of_training: float = 0.05
-    prior_mtbf_s: float = PRIOR_MTBF_S
     failures: int = 0
     """Number of failures of this job so far; each cost the steps since the last checkpoint."""
     trained_s: float = 0.0
@@ -50,24 +47,20 @@ class SaveInterval:
     _cost_s: float | None = None
     _write_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not 0 < self.least_s <= self.most_s:
-            raise ValueError(f"save every {self.least_s} to {self.most_s} s: the bounds are not in order")
-
     def expect(self, size_bytes: int) -> None:
         """Set the first interval from the state's size: a small one is saved early, in case of an early failure."""
-        self.first_s = min(self.first_s, max(self.least_s, 2 * size_bytes / SLOW_DISK_BYTES_PER_S))
+        self.first_s = min(self.first_s, max(LEAST_S, 2 * size_bytes / SLOW_DISK_BYTES_PER_S))
 
     def saved(self, *, stall_s: float, write_s: float) -> None:
         """Record what a save cost. The newest has half of the weight, because states grow and disks get slower."""
-        cost_s = stall_s + self.of_training * write_s
+        cost_s = stall_s + OF_TRAINING * write_s
         self._cost_s = cost_s if self._cost_s is None else (self._cost_s + cost_s) / 2
         self._write_s = max(write_s, self._write_s / 2)
 
     @property
     def mtbf_s(self) -> float:
         """Estimated mean time between failures (posterior mean of the rate, gamma prior of one failure)."""
-        return (self.prior_mtbf_s + self.trained_s) / (1 + self.failures)
+        return (PRIOR_MTBF_S + self.trained_s) / (1 + self.failures)
 
     @property
     def seconds(self) -> float:
@@ -76,4 +69,4 @@ class SaveInterval:
             return self.first_s
         best_s = best_interval_s(max(self._cost_s, 1e-6), self.mtbf_s)
         # Never faster than the disk: otherwise the previous save would still be in progress.
-        return min(self.most_s, max(self.least_s, 2 * self._write_s, best_s))
+        return min(MOST_S, max(LEAST_S, 2 * self._write_s, best_s))

@@ -20,8 +20,8 @@ from elasticflow_airflow.runtime.protocol import read_json, write_json_atomic
 _POLL_S = 0.01
 
 
-def serve_store(address: str, limit: datetime.timedelta) -> TCPStore:
-    """Open a store at ``address``, on a free port; operations on it time out after ``limit``.
+def publish_store(path: Path, address: str, limit: datetime.timedelta) -> TCPStore:
+    """Open a store at ``address``, on a free port, and write both to ``path``; operations time out after ``limit``.
 
     By default torch's store listens on all interfaces without authentication, so this function passes in its own
     socket. With port 0 the kernel picks a free port, so no other process can take it between choice and use. Raises
@@ -30,14 +30,9 @@ def serve_store(address: str, limit: datetime.timedelta) -> TCPStore:
     family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
-    return TCPStore(
+    store = TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
     )
-
-
-def publish_store(path: Path, address: str, limit: datetime.timedelta) -> TCPStore:
-    """Open a store as :func:`serve_store` does, and write its address to ``path``."""
-    store = serve_store(address, limit)
     write_json_atomic(path, {"address": address, "port": store.port})
     return store
 

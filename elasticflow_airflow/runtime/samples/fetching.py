@@ -109,14 +109,7 @@ class WorkerFetcher:
     def __init__(self, dataset: Dataset[Any], collate_fn: Collate, options: Mapping[str, Any]) -> None:
         self._direct = DirectFetcher(dataset, collate_fn)
         self._queue = _Queue()
-        self._loader: DataLoader[Any] | None = DataLoader(
-            _Guarded(self._direct.tickets),
-            batch_sampler=self._queue,
-            collate_fn=_the_only,
-            # DataLoader draws a seed for its processes, unused here: do not take it from the training's generator.
-            generator=torch.Generator(),
-            **{"persistent_workers": True, **options},
-        )
+        self._loader: DataLoader[Any] | None = persistent_loader(_Guarded(self._direct.tickets), self._queue, options)
         self._coming: Iterator[Any] | None = None
         self._held: dict[Ticket, Any] = {}
         """Results that arrived before their turn: at most those fetched ahead at the last change."""
@@ -177,6 +170,20 @@ def make_fetcher(dataset: Dataset[Any], collate_fn: Collate, options: Mapping[st
     if options.get("num_workers"):
         return WorkerFetcher(dataset, collate_fn, options)
     return DirectFetcher(dataset, collate_fn)
+
+
+def persistent_loader(
+    dataset: Dataset[Any], batch_sampler: Iterable[list[Any]], options: Mapping[str, Any]
+) -> DataLoader[Any]:
+    """Create a loader with persistent processes. Each batch is one item, passed on as it is."""
+    return DataLoader(
+        dataset,
+        batch_sampler=batch_sampler,
+        collate_fn=_the_only,
+        # DataLoader draws a seed for its processes, unused here: do not take it from the training's generator.
+        generator=torch.Generator(),
+        **{"persistent_workers": True, **options},
+    )
 
 
 def _place(ticket: Ticket) -> tuple[int, int]:

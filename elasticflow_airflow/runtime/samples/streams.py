@@ -19,11 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import worker as loader_worker
 
-from elasticflow_airflow.runtime.samples.fetching import Collate
+from elasticflow_airflow.runtime.samples.fetching import (
+    Collate,
+    _the_only,  # noqa: F401  (workers of an earlier release name it here to the process that they spawn)
+    persistent_loader,
+)
 from elasticflow_airflow.runtime.samples.sample_order import BatchPlan, Ticket, mix_seed, seeded
 
 PART = "elasticflow_stream"
@@ -226,9 +229,8 @@ class StreamFetcher:
     ) -> None:
         self._plan, self._book, self._rehearses, self._warn = plan, book, rehearses, warn
         book.step_samples = plan.global_batch_size
-        self._orders: Iterator[Order] = iter(())
         self._read: tuple[int, int, dict[int, Any], Any] | None = None
-        self._source: _Source = _Ahead(reader, options) if options.get("num_workers") else _Here(reader)
+        self._source: _Ahead | _Here = _Ahead(reader, options) if options.get("num_workers") else _Here(reader)
 
     def expect(self, tickets: Iterable[Ticket]) -> None:
         """Begin reading for these tickets, from the state at the boundary before the first of them."""
@@ -293,22 +295,6 @@ class StreamFetcher:
         return start
 
 
-class _Source(Protocol):
-    """Reads orders, in this process or another."""
-
-    def expect(self, orders: Iterator[Order]) -> None:
-        """Read these orders from now on."""
-        ...
-
-    def next(self) -> tuple[int, int, dict[int, Any], Any] | None:
-        """Return the next step, or None if there is none."""
-        ...
-
-    def close(self) -> None:
-        """Release all resources."""
-        ...
-
-
 class _Here:
     """Reads in this process, on demand."""
 
@@ -332,14 +318,7 @@ class _Ahead:
 
     def __init__(self, reader: StreamReader, options: Mapping[str, Any]) -> None:
         self._orders = _Queue()
-        self._loader: DataLoader[Any] | None = DataLoader(
-            _Steps(reader),
-            batch_sampler=self._orders,
-            collate_fn=_the_only,
-            # DataLoader draws a seed for its process, unused here: do not take it from the training's generator.
-            generator=torch.Generator(),
-            **{"persistent_workers": True, **options},
-        )
+        self._loader: DataLoader[Any] | None = persistent_loader(_Steps(reader), self._orders, options)
         self._coming: Iterator[Any] | None = None
 
     def expect(self, orders: Iterator[Order]) -> None:
@@ -379,7 +358,3 @@ class _Steps(Dataset[Any]):
         # With worker info set, PyTorch and Hugging Face streams would yield only this loader worker's part.
         loader_worker._worker_info = None
         return self._walk.read(order)
-
-
-def _the_only(items: list[Any]) -> Any:
-    return items[0]

@@ -228,10 +228,6 @@ class TimedFetcher:
         finally:
             self._meter.enter(before)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return any other attribute from the fetcher."""
-        return getattr(self._fetcher, name)
-
 
 def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of all elements, on the gradients' device; reads each once and copies none."""

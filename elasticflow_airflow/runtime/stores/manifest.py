@@ -256,18 +256,6 @@ def list_candidates(checkpoints: Path) -> list[Path]:
     return sorted(checkpoints.glob("g[0-9]*/step-[0-9]*"))
 
 
-def newest_valid(checkpoints: Path, warn: Callable[[str], None]) -> CandidateInfo | None:
-    """Return the newest undamaged checkpoint, or None; newer damaged ones are skipped with a warning."""
-    for path in reversed(list_candidates(checkpoints)):
-        try:
-            return verify_candidate(path)
-        except CheckpointUnreachable:
-            raise
-        except CheckpointError as error:
-            warn(f"skipped: {error}")
-    return None
-
-
 def promoted(checkpoints: Path, warn: Callable[[str], None], known: Promotion | None = None) -> CandidateInfo | None:
     """Return the checkpoint to resume from: the promoted one or, if that is damaged, the newest valid one before it.
 

@@ -39,6 +39,7 @@ from elasticflow_airflow.scheduler_core.model.decisions import (
     WakeMeAt,
 )
 from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event
+from elasticflow_airflow.scheduler_core.model.explain import workers
 from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.service.decisions import task_history
 from elasticflow_airflow.service.decisions.faults import SchedulerFaultError
@@ -183,7 +184,7 @@ def _admit(context: PassContext, row: IncarnationRow, decision: Admit) -> None:
         row.best_effort, row.deadline_at = True, None
     elif decision.deadline_s is not None:
         row.deadline_at = decision.deadline_s
-    reason = decision.reason + _limit_of(row)
+    reason = decision.reason + row.verdict.limit
     verdict = StoredVerdict(
         decision=_DECISIONS[decision.terms],
         reason=reason,
@@ -195,13 +196,8 @@ def _admit(context: PassContext, row: IncarnationRow, decision: Admit) -> None:
     )
     _take_on(context, row, decision.reason)
     if context.knows_curve(row):
-        task_history.remember(context.tx, context.jobs[row.job_id], row, context.now, complete=True)
+        task_history.remember(context, row, complete=True)
         context.learned = True
-
-
-def _limit_of(row: IncarnationRow) -> str:
-    """Return what limits a job's workers besides the cluster, as found at its introduction; until it is decided on."""
-    return row.verdict.limit
 
 
 def _take_on(context: PassContext, row: IncarnationRow, reason: str) -> None:
@@ -214,7 +210,7 @@ def _take_on(context: PassContext, row: IncarnationRow, reason: str) -> None:
 
 
 def _reject(context: PassContext, row: IncarnationRow, decision: Reject) -> None:
-    earliest, reason = decision.earliest_deadline_s, decision.reason + _limit_of(row)
+    earliest, reason = decision.earliest_deadline_s, decision.reason + row.verdict.limit
     verdict = StoredVerdict(
         decision="rejected", reason=reason, deadline_at=row.deadline_at, earliest_deadline_at=earliest
     )
@@ -226,7 +222,7 @@ def _wait(context: PassContext, row: IncarnationRow, decision: Wait) -> None:
     if row.state == State.WAITING and row.state_reason == decision.reason:
         return
     if row.verdict.decision == "undecided":
-        verdict = StoredVerdict(reason=decision.reason, limit=_limit_of(row))
+        verdict = StoredVerdict(reason=decision.reason, limit=row.verdict.limit)
         context.give_verdict(row, WaitingData(until=decision.until_s), verdict)
     else:
         context.event(WaitingData(until=decision.until_s), decision.reason, row)
@@ -242,15 +238,13 @@ def _resize(context: PassContext, row: IncarnationRow, decision: Resize) -> None
     current = context.desired(row)
     if current is not None and current.placement == slots and current.desired == "run" and not _over(current):
         current.purpose = decision.purpose.value
-        workers = "worker" if len(slots) == 1 else "workers"
-        reason = f"goes on with {len(slots)} {workers} on the slots that it has"
+        reason = f"goes on with {workers(len(slots))} on the slots that it has"
         context.event(KeptData(generation=current.generation, workers=len(slots)), reason, row)
         return
     there = None if current is None else unbegun_restart_of(context, row, current)
     if there is not None and there.placement == slots:
         row.desired_generation, there.purpose = there.generation, decision.purpose.value
-        workers = "worker" if len(slots) == 1 else "workers"
-        reason = f"goes on with {len(slots)} {workers} where it is: the change that was ordered had not begun"
+        reason = f"goes on with {workers(len(slots))} where it is: the change that was ordered had not begun"
         context.event(KeptData(generation=there.generation, workers=len(slots)), reason, row)
         row.state_reason = decision.reason
         return

@@ -17,6 +17,7 @@ from elasticflow_airflow.scheduler_core.convergence import LossCurve, Prediction
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.decisions.reported_bounds import finite_number
 from elasticflow_airflow.service.store.documents.job_documents import LossTarget
 from elasticflow_airflow.service.store.tables import IncarnationRow
 
@@ -44,7 +45,7 @@ def fold(context: PassContext, row: IncarnationRow, report: Report) -> None:
     data, target = report.data, row.target
     if target is None or "target_loss" not in data:
         return
-    smoothed = _number(data.get("smoothed_loss"))
+    smoothed = finite_number(data.get("smoothed_loss"))
     if smoothed is not None:
         row.target = target = replace(target, smoothed=smoothed)
     curve = _curve(data.get("loss_curve"))
@@ -60,7 +61,7 @@ def finished(context: PassContext, row: IncarnationRow, report: Report) -> None:
     data, target = report.data, row.target
     if target is None or "target_reached" not in data:
         return
-    smoothed = _number(data.get("smoothed_loss"))
+    smoothed = finite_number(data.get("smoothed_loss"))
     reached, loss = bool(data["target_reached"]), target.loss
     curve = _curve(data.get("loss_curve")) or target.curve
     row.target = replace(target.unpredicted(), reached=reached, smoothed=smoothed, curve=curve)
@@ -109,7 +110,7 @@ def progress(
 
 def _reported(report: Report) -> Prediction | None:
     """Return the session's prediction; None if it has no error estimate, as it cannot be planned with then."""
-    left, error = (_number(report.data.get(name)) for name in ("steps_left", "steps_left_error"))
+    left, error = (report.data.get(name) for name in ("steps_left", "steps_left_error"))
     if left is None or error is None or left + error <= 0.0:
         return None
     steps = report.step + left
@@ -155,7 +156,3 @@ def _curve(raw: Mapping[str, Any] | None) -> LossCurve | None:
     if not raw or not raw.get("losses"):
         return None
     return LossCurve(float(raw["width"]), tuple(float(loss) for loss in raw["losses"]))
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

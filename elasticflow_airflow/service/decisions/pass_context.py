@@ -20,7 +20,7 @@ from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservat
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event, GangStarted, JobProgressed
-from elasticflow_airflow.scheduler_core.model.values import JobState, RescaleCosts, Slot
+from elasticflow_airflow.scheduler_core.model.values import RescaleCosts, Slot
 from elasticflow_airflow.service.decisions.faults import Faults, SchedulerFaultError
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.job_documents import (
@@ -207,10 +207,6 @@ class PassContext:
             if generation.generation > training.generation
             for worker_id in generation.lost
         }
-
-    def state_of(self, job_id: str) -> JobState | None:
-        """Return the scheduler's state of a job; None if it does not know the job."""
-        return self.scheduler.state(job_id)
 
     def knows(self, job_id: str) -> bool:
         """Return whether the scheduler has this job."""

@@ -81,7 +81,7 @@ _Read = Callable[[Any], tuple[Any, str | None]]
 """Returns the accepted value (None: ignored), and the problem if the value is out of bounds."""
 
 
-def _number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """Return a finite number; None for anything else, as sessions write "nan" and "inf" for unknown values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -90,7 +90,7 @@ def _number(value: Any) -> float | None:
 
 def _within(kind: type[int] | type[float], least: float, most: float) -> _Read:
     def read(value: Any) -> tuple[float | None, str | None]:
-        number = _number(value)
+        number = finite_number(value)
         if number is None:
             return None, None
         problem = bounds.number_problem(number, least, most)
@@ -114,14 +114,14 @@ def _loss(value: Any) -> tuple[float | str | None, str | None]:
 
 def loss_curve(value: Any) -> tuple[dict[str, Any] | None, str | None]:
     """Return an accepted loss curve (None: not accepted), and the problem if something is out of bounds."""
-    width = _number(value.get("width")) if isinstance(value, Mapping) else None
+    width = finite_number(value.get("width")) if isinstance(value, Mapping) else None
     losses = value.get("losses") if isinstance(value, Mapping) else None
     if width is None or not isinstance(losses, list):
         return None, None
     if len(losses) > _MOST_LOSSES:
         return None, f"has {len(losses)} losses, and may have {_MOST_LOSSES}"
     problem = bounds.number_problem(width, 0.0, bounds.MOST_COUNT, above=True)
-    numbers = [_number(loss) for loss in losses]
+    numbers = [finite_number(loss) for loss in losses]
     if None in numbers:
         return None, None
     problem = problem or next(filter(None, (bounds.loss_problem(loss) for loss in numbers if loss is not None)), None)

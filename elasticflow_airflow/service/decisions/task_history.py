@@ -19,10 +19,10 @@ from elasticflow_airflow.api import JobSubmission, Length
 from elasticflow_airflow.scheduler_core.jobs.learned_speed import believed, sigma_of_errors
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
+from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.reported_bounds import loss_curve
 from elasticflow_airflow.service.store.documents.job_documents import MeasuredCosts
-from elasticflow_airflow.service.store.tables import HistoryRow, IncarnationRow, JobRow
-from elasticflow_airflow.service.store.unit_of_work import UnitOfWork
+from elasticflow_airflow.service.store.tables import HistoryRow, IncarnationRow
 
 _KEPT_ERRORS = 20
 _COSTS = [cost.name for cost in fields(MeasuredCosts)]
@@ -163,27 +163,18 @@ def length_of(length: Length, global_batch_size: int, past: Past) -> int | None:
     return min(bounds.MOST_COUNT, math.ceil(past.total_steps * length.epochs / past.epochs))
 
 
-def remember(
-    tx: UnitOfWork,
-    job: JobRow,
-    row: IncarnationRow,
-    now: float,
-    *,
-    prior: float = math.inf,
-    complete: bool = False,
-    success: bool = False,
-) -> None:
+def remember(context: PassContext, row: IncarnationRow, *, complete: bool = False, success: bool = False) -> None:
     """Store what this run has shown so far; newer numbers replace older ones of the same size.
 
-    ``complete``: the speeds are known at every size that is worth measuring. ``prior``: the assumed error of a curve
-    about which nothing is known.
+    ``complete``: the speeds are known at every size that is worth measuring.
     The length that a script reports counts only once it has succeeded: otherwise one wrong value would make all later
     runs be refused.
     """
-    past = tx.history(job.recurring_key, row.signature)
+    recurring_key = context.jobs[row.job_id].recurring_key
+    past = context.tx.history(recurring_key, row.signature)
     if past is None:
         past = HistoryRow(
-            recurring_key=job.recurring_key,
+            recurring_key=recurring_key,
             signature=row.signature,
             speeds={},
             complete=False,
@@ -193,9 +184,9 @@ def remember(
             epochs=None,
             loss_curve=None,
             runs=0,
-            updated_at=now,
+            updated_at=context.now,
         )
-        tx.add(past)
+        context.tx.add(past)
     past.speeds = {**_speeds(past.speeds), **row.speeds}
     past.costs = {**_costs(past.costs).known(), **row.costs.known()}
     past.complete = past.complete or complete
@@ -206,10 +197,10 @@ def remember(
         past.loss_curve = {"width": row.target.curve.width, "losses": list(row.target.curve.losses)}
     if success:
         known = _errors(past.errors)
-        new = errors_of(row, known, prior)
+        new = errors_of(row, known, context.settings.throughput_error)
         past.errors = {
             size: [*known.get(size, ()), *([new[size]] if size in new else [])][-_KEPT_ERRORS:]
             for size in known.keys() | new.keys()
         }
     past.runs = (past.runs or 0) + int(success)
-    past.updated_at = now
+    past.updated_at = context.now

@@ -1,4 +1,4 @@
-"""The HTTP API: routes, error bodies, authorization, and the stream of events. All rules are elsewhere.
+"""The HTTP API: routes, error bodies, and the stream of events. All rules are elsewhere.
 
 Over TCP every route needs the token (a Unix socket is protected by its permissions). Only ``/healthz`` is open, and it
 reveals only that the service is running. Error bodies never repeat what was sent.
@@ -7,8 +7,6 @@ reveals only that the service is running. Error bodies never repeat what was sen
 from __future__ import annotations
 
 import asyncio
-import hmac
-import math
 import os
 import re
 import time
@@ -24,7 +22,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.api import (
@@ -34,12 +31,17 @@ from elasticflow_airflow.api import (
     Event,
     Health,
     LogPiece,
-    Problem,
 )
 from elasticflow_airflow.bounds import MOST_COUNT, NAME_CHARACTERS, TEXT_CHARACTERS, clean_text
 from elasticflow_airflow.engines.port import EngineError
-from elasticflow_airflow.service.http.bodies import BodyLimit
 from elasticflow_airflow.service.http.lanes import Lanes
+from elasticflow_airflow.service.http.middleware import (
+    BodyLimit,
+    TokenGuard,
+    TrafficCounter,
+    VersionMark,
+    problem_response,
+)
 from elasticflow_airflow.service.http.parameters import (
     ByteOffset,
     EventId,
@@ -50,15 +52,13 @@ from elasticflow_airflow.service.http.parameters import (
     OneJob,
     Sha256,
 )
-from elasticflow_airflow.service.http.parts import ServiceParts, Traffic
-from elasticflow_airflow.service.http.routes.capacity_routes import add_capacity
+from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.http.routes.doctor_routes import add_doctor
 from elasticflow_airflow.service.http.routes.insight_routes import add_insight
 from elasticflow_airflow.service.http.routes.job_routes import add_jobs
 from elasticflow_airflow.service.http.routes.metrics_routes import add_metrics
-from elasticflow_airflow.service.http.routes.owner_routes import OWNERS_PATH, add_owners
+from elasticflow_airflow.service.http.routes.owner_routes import add_owners
 from elasticflow_airflow.service.http.validation_messages import in_our_words
-from elasticflow_airflow.service.http.version_header import VersionMark
 from elasticflow_airflow.service.job_files.log_pieces import read_piece
 from elasticflow_airflow.service.job_files.snapshots import SnapshotRefusedError
 from elasticflow_airflow.service.notify import Notifier
@@ -94,7 +94,6 @@ def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None 
     _add_events_and_logs(app, parts, lanes)
     add_insight(app, parts, lanes)
     add_owners(app, parts, lanes)
-    add_capacity(app, parts, lanes)
     add_metrics(app, parts, lanes)
     add_doctor(app, parts, lanes)
     app.add_middleware(BodyLimit)
@@ -104,72 +103,18 @@ def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None 
     return app
 
 
-class TokenGuard:
-    """Refuses requests without the token (RFC 6750), which is compared in constant time."""
-
-    def __init__(self, app: ASGIApp, token: str | None, metrics_token: str | None = None) -> None:
-        self._app = app
-        self._expected = None if token is None else f"Bearer {token}".encode()
-        self._for_metrics = None if metrics_token is None else f"Bearer {metrics_token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 401."""
-        if scope["type"] == "http" and self._expected is not None and scope["path"] != "/healthz":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected) and not self._may_read_metrics(scope["path"], given):
-                what = "wrong" if given else "missing"
-                refusal = Refusal(
-                    401, "unauthorized", f"the token is {what}", "send Authorization: Bearer <the service's token>"
-                )
-                response = _problem(refusal)
-                response.headers["WWW-Authenticate"] = "Bearer"
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _may_read_metrics(self, path: str, given: bytes) -> bool:
-        return path == "/metrics" and self._for_metrics is not None and hmac.compare_digest(given, self._for_metrics)
-
-
-class TrafficCounter:
-    """Records when the service is idle."""
-
-    def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
-        self._app, self._traffic = app, traffic
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a request as in progress until it ends."""
-        if scope["type"] != "http" or scope["path"] == OWNERS_PATH:
-            await self._app(scope, receive, send)
-            return
-        self._traffic.under_way += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._traffic.under_way -= 1
-            self._traffic.last_monotonic_s = time.monotonic()
-
-
-def _problem(refusal: Refusal) -> JSONResponse:
-    body = Problem(error=refusal.error, message=refusal.message, hint=refusal.hint)
-    response = JSONResponse(body.model_dump(), status_code=refusal.status)
-    if refusal.retry_after_s is not None:
-        response.headers["Retry-After"] = str(math.ceil(refusal.retry_after_s))
-    return response
-
-
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(_request: Request, error: Refusal) -> JSONResponse:
-        return _problem(error)
+        return problem_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        return _problem(Refusal(422, "invalid", _what_is_wrong(error), "correct the named arguments"))
+        return problem_response(Refusal(422, "invalid", _what_is_wrong(error), "correct the named arguments"))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        response = _problem(Refusal(error.status_code, "http", str(error.detail)))
+        response = problem_response(Refusal(error.status_code, "http", str(error.detail)))
         response.headers.update(error.headers or {})
         if error.status_code == 405:
             response.headers["Allow"] = _methods_of(app, request)
@@ -181,13 +126,15 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(SecretError)
     async def no_key(_request: Request, error: SecretError) -> JSONResponse:
-        return _problem(Refusal(500, "secret_key", str(error), "whoever runs the service has to do it"))
+        return problem_response(Refusal(500, "secret_key", str(error), "whoever runs the service has to do it"))
 
     async def database_away(_request: Request, error: Exception) -> JSONResponse:
         # Only the driver's message: the parameters of the statement may be secrets.
         log.warning("the database could not be used", said=str(getattr(error, "orig", None) or error))
         reason = "the service cannot use its database now, and does not know whether this was stored"
-        return _problem(Refusal(503, "database", reason, "it is tried again by itself; the service's log says more"))
+        return problem_response(
+            Refusal(503, "database", reason, "it is tried again by itself; the service's log says more")
+        )
 
     for kind in DATABASE_AWAY:
         app.add_exception_handler(kind, database_away)
@@ -196,7 +143,7 @@ def _add_errors(app: FastAPI) -> None:
     async def defect(_request: Request, _error: Exception) -> JSONResponse:
         # The server logs the error; its text may contain what was sent.
         reason = "the service failed to answer"
-        return _problem(Refusal(500, "internal", reason, "try again, and look at the end of the service's log"))
+        return problem_response(Refusal(500, "internal", reason, "try again, and look at the end of the service's log"))
 
 
 def _methods_of(app: FastAPI, request: Request) -> str:

@@ -1,1 +1,1 @@
-"""Code snapshots, and what the engine tells of a job's checkpoints, heartbeats and logs."""
+"""Code snapshots, and what the engine tells of a job's checkpoints and logs."""

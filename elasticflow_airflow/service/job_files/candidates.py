@@ -157,15 +157,10 @@ class CandidateService:
             if not (future.done() and any(future.result() is one for one in looked))
         }
 
-    @property
-    def busy(self) -> bool:
-        """Whether any task is in progress or not settled."""
-        return bool(self._under_way)
-
     def wait(self) -> bool:
         """Wait until all tasks are done; returns False if there were none."""
         wait(list(self._under_way.values()))
-        return self.busy
+        return bool(self._under_way)
 
     def close(self) -> None:
         """Finish the running tasks, and drop the others (they are asked for again after a restart)."""

@@ -6,6 +6,7 @@ is judged.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,9 +20,13 @@ from elasticflow_airflow.service.decisions import loss_target, task_history
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.documents.generation_notes import OutOfMemory
+from elasticflow_airflow.service.store.store import HeldSlots
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move
 from elasticflow_airflow.times import duration, moment
+
+Interval = tuple[float, float]
+Held = GenerationRow | HeldSlots
 
 _NOTHING_KNOWN = (
     "the script ended with status 0, and reported no step: how long it is was not said, and nothing is known of what it"
@@ -53,15 +58,7 @@ def _conclude(context: PassContext, row: IncarnationRow) -> None:
     if state is not State.REJECTED:
         row.result = result_of(context, row, state)
     if state is State.SUCCEEDED:
-        task_history.remember(
-            context.tx,
-            context.jobs[row.job_id],
-            row,
-            context.now,
-            prior=context.settings.throughput_error,
-            complete=context.knows_curve(row),
-            success=True,
-        )
+        task_history.remember(context, row, complete=context.knows_curve(row), success=True)
         context.learned = True
     row.terminal = True
     row.secret_env = None
@@ -117,21 +114,33 @@ def result_of(context: PassContext, row: IncarnationRow, state: State) -> JobRes
     )
 
 
-def gpu_seconds(generations: list[GenerationRow], now: float) -> float:
+def gpu_seconds(generations: Sequence[Held], now: float) -> float:
     """Return the seconds for which slots were held; slots shared by two generations (a change in place) count once."""
-    held: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    return sum((until - since for since, until in holdings(generations, now)), 0.0)
+
+
+def holdings(generations: Sequence[Held], now: float) -> list[Interval]:
+    """Return when the slots of one job were held, as intervals; those of the same slot do not overlap."""
+    by_slot: dict[tuple[str, int], list[Interval]] = {}
     for g in generations:
         if g.holding_at is not None:
-            for node_id, index in g.placement:
-                until = g.ended_at if g.ended_at is not None else now
-                held.setdefault((node_id, index), []).append((g.holding_at, until))
-    seconds = 0.0
-    for spans in held.values():
-        end = 0.0
-        for since, until in sorted(spans):
-            seconds += max(0.0, until - max(since, end))
-            end = max(end, until)
-    return seconds
+            for node, index in g.placement:
+                until = now if g.ended_at is None else g.ended_at
+                by_slot.setdefault((str(node), int(index)), []).append((g.holding_at, until))
+    return [one for intervals in by_slot.values() for one in union(intervals)]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of intervals as intervals that do not overlap, in order."""
+    found: list[Interval] = []
+    for since, until in sorted(intervals):
+        if until <= since:
+            continue
+        if found and since <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], until))
+        else:
+            found.append((since, until))
+    return found
 
 
 def rescales(generations: list[GenerationRow]) -> int:
@@ -336,7 +345,7 @@ def _restart_or_fail(
     if row.restarts >= context.settings.max_restarts or not progressed:
         why = "without progress since the start" if not progressed else f"after {row.restarts} restarts"
         where = f"at step {row.step}" + (f" of {row.total_steps}" if row.total_steps is not None else "")
-        context.end(row, State.FAILED, f"failed {where}, {why}: {reason}", failure=_failure(generation) or reason)
+        context.end(row, State.FAILED, f"failed {where}, {why}: {reason}", failure=_failure(generation, reason))
         return
     row.restarts += 1
     _again(context, row, f"restart {row.restarts} of {context.settings.max_restarts} after a failure: {reason}")
@@ -364,8 +373,8 @@ def _saved_step(row: IncarnationRow) -> int:
     return 0 if row.promoted is None else row.promoted.step
 
 
-def _failure(generation: GenerationRow) -> str:
-    return generation.failure or generation.notes.message or "no message"
+def _failure(generation: GenerationRow, otherwise: str = "no message") -> str:
+    return generation.failure or generation.notes.message or otherwise
 
 
 def _first_line(generation: GenerationRow) -> str:

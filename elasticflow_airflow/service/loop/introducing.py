@@ -93,7 +93,8 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
     row.total_steps = task_history.length_of(submission.length, submission.global_batch_size, past)
     # If only the script knows the length, the job is profiled again: meanwhile the script reports it.
     needs_length = row.total_steps is None and not row.best_effort
-    speeds = known_speeds(submission, None if needs_length else past.measured)
+    measured = None if needs_length else past.measured
+    speeds = task_history.speeds_to_plan_with(submission.scaling_curve, measured)
     row.told_speeds = speeds
     sigma, sigmas = task_history.sigmas_of(past, submission.scaling_curve, context.settings.scheduler_config())
     _say_where_it_starts(context, row)
@@ -159,7 +160,7 @@ def recall(context: PassContext, scheduler: Scheduler) -> None:
 def _past_job(context: PassContext, row: IncarnationRow) -> Job | None:
     """Return a job that is over; None if its speed or its length is unknown or cannot be read."""
     with suppress(*UNREADABLE):
-        speeds = row.speeds or known_speeds(row.submission, None)
+        speeds = row.speeds or task_history.speeds_to_plan_with(row.submission.scaling_curve, None)
         if speeds and row.total_steps is not None:
             return Job(
                 job_id=row.job_id,
@@ -206,11 +207,6 @@ def most_workers(submission: JobSubmission, shares: int | None) -> int:
     batch = submission.global_batch_size
     most = shares if shares is not None else 1 << (batch.bit_length() - 1)
     return min(most, submission.max_workers or most)
-
-
-def known_speeds(submission: JobSubmission, past: Mapping[str, float] | None) -> dict[str, float] | None:
-    """Return the speeds measured by past runs, or those of the submitted curve, by workers as text."""
-    return task_history.speeds_to_plan_with(submission.scaling_curve, past)
 
 
 def _say_where_it_starts(context: PassContext, row: IncarnationRow) -> None:

@@ -27,11 +27,12 @@ from elasticflow_airflow.runtime.logical_workers import is_power_of_two
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
+from elasticflow_airflow.scheduler_core.model.explain import workers
 from elasticflow_airflow.scheduler_core.model.values import Phase
 from elasticflow_airflow.service.decisions import loss_target, task_history
 from elasticflow_airflow.service.decisions.deciding import feed, feed_reports
 from elasticflow_airflow.service.decisions.pass_context import PassContext
-from elasticflow_airflow.service.decisions.reported_bounds import within_bounds
+from elasticflow_airflow.service.decisions.reported_bounds import finite_number, within_bounds
 from elasticflow_airflow.service.decisions.session_settings import script_decides
 from elasticflow_airflow.service.job_files.candidates import CANDIDATE_PATH
 from elasticflow_airflow.service.loop import samples, slow_workers
@@ -167,7 +168,7 @@ def _running(context: PassContext, row: IncarnationRow, generation: GenerationRo
         step = row.step if generation.first_step is None else generation.first_step
         context.event(
             StartedData(generation=generation.generation, workers=generation.workers, step=step),
-            f"generation {generation.generation} trains with {_workers(generation.workers)} from step {step}",
+            f"generation {generation.generation} trains with {workers(generation.workers)} from step {step}",
             row,
         )
 
@@ -206,7 +207,7 @@ def _switched(context: PassContext, row: IncarnationRow, generation: GenerationR
 
 def _tell_costs(context: PassContext, row: IncarnationRow) -> None:
     """Tell the scheduler the current costs of a change; a job being profiled sends them with its next speed."""
-    state = context.state_of(row.job_id)
+    state = context.scheduler.state(row.job_id)
     costs = context.costs_of(row)
     if state is not None and state.phase is Phase.ADMITTED and state.job.costs != costs and not row.ending:
         if row.job_id in context.started:  # Otherwise it would count steps from the planned start.
@@ -257,12 +258,12 @@ def _tell_able(context: PassContext, row: IncarnationRow, generation: Generation
 
 def _change(generation: GenerationRow, before: GenerationRow | None, *, new: bool) -> str:
     if before is None:
-        return f"goes on with {_workers(generation.workers)}"
+        return f"goes on with {workers(generation.workers)}"
     if before.workers != generation.workers:
-        return f"rescaled in place from {before.workers} to {_workers(generation.workers)}"
+        return f"rescaled in place from {before.workers} to {workers(generation.workers)}"
     if new:
-        return f"moved in place with {_workers(generation.workers)} to other slots"
-    return f"goes on in place with {_workers(generation.workers)}"
+        return f"moved in place with {workers(generation.workers)} to other slots"
+    return f"goes on in place with {workers(generation.workers)}"
 
 
 def _cost(pause_s: float | None, size_bytes: float | None) -> str:
@@ -271,10 +272,6 @@ def _cost(pause_s: float | None, size_bytes: float | None) -> str:
     pause = f"{pause_s * 1000:.0f} ms" if pause_s < 1.0 else f"{pause_s:.2g} s"
     state = f" ({size_bytes / 1e6:.3g} MB of state)" if size_bytes else ""
     return f": training paused {pause}{state}"
-
-
-def _workers(number: int) -> str:
-    return "1 worker" if number == 1 else f"{number} workers"
 
 
 def _fold_reports(
@@ -342,18 +339,18 @@ def _fold_report(context: PassContext, row: IncarnationRow, generation: Generati
             loss_target.finished(context, row, report)
             row.metrics = dict(data.get("metrics") or {})
             row.step = max(row.step, report.step)
-            row.loss = _number(data.get("loss"), row.loss)
+            loss = finite_number(data.get("loss"))
+            row.loss = row.loss if loss is None else loss
             samples.take(context, row, generation, min(report.at_s, context.now), row.steps_per_s, last=True)
             if path:
                 _candidate(context, row, generation, path, report)
         case ReportKind.OUT_OF_MEMORY:
-            size = _number(data.get("micro_batch_size"), None)
-            trouble = OutOfMemory(None if size is None else int(size), message)
+            trouble = OutOfMemory(data.get("micro_batch_size"), message)
             generation.notes = replace(generation.notes, out_of_memory=trouble)
         case ReportKind.FAILED:
             row.step = max(row.step, report.step)  # The step of the failure, which is later than the last reported one.
             kind = None if data.get("kind") is None else str(data["kind"])
-            generation.notes = generation.notes.failed(message, kind, report.rank)
+            generation.notes = generation.notes.failed(message, kind)
         case ReportKind.WARNING:
             if data.get("field") is None or _is_new(row, str(data["field"])):
                 context.event(WarningData(generation=generation.generation), message, row)
@@ -384,8 +381,9 @@ def _note_switch(generation: GenerationRow, report: Report, now: float) -> None:
     if report.rank == 0:
         generation.notes = replace(generation.notes, in_place=bool(data.get("in_place")))
     if generation.mode == RescaleMode.IN_PLACE:
-        pause_s, state_bytes = _number(data.get("pause_s"), None), _number(data.get("state_bytes"), None)
-        switch = generation.notes.switch.at_least(_number(min(report.at_s, now), None), pause_s, state_bytes)
+        state_bytes = data.get("state_bytes")
+        size_bytes = None if state_bytes is None else float(state_bytes)
+        switch = generation.notes.switch.at_least(float(min(report.at_s, now)), data.get("pause_s"), size_bytes)
         generation.notes = replace(generation.notes, switch=switch)
 
 
@@ -394,8 +392,6 @@ def _started(context: PassContext, row: IncarnationRow, generation: GenerationRo
     first, row.ever_reported = not row.ever_reported, True
     generation.first_step = report.step
     data = report.data
-    if data.get("micro_batch_size") and row.micro_batch_size is None:
-        generation.notes = replace(generation.notes, micro_batch_size=data["micro_batch_size"])
     if data.get("threads") and report.rank == 0:
         generation.notes = replace(generation.notes, threads=data["threads"])
     if report.rank == 0:
@@ -460,7 +456,7 @@ def _progress(context: PassContext, row: IncarnationRow, generation: GenerationR
     if generation.first_step is None:
         generation.first_step = report.step
     row.step, row.last_step_at = report.step, at_s
-    row.loss = _number(loss, row.loss)
+    row.loss = row.loss if loss is None else loss
     loss_target.fold(context, row, report)
     speed = speed_measurement.recent_speed(generation.window, context.enough)
     if speed is not None:
@@ -483,10 +479,10 @@ def _tell_progress(context: PassContext, row: IncarnationRow, generation: Genera
         speed = speed_measurement.measured_speed(generation.window, context.enough)
         if speed is not None:
             generation.notes = replace(generation.notes, measured=True)
-            reason = f"measured {speed:.3g} steps/s with {_workers(generation.workers)}"
+            reason = f"measured {speed:.3g} steps/s with {workers(generation.workers)}"
             context.event(MeasuredData(workers=generation.workers, steps_per_s=speed), reason, row)
             if not row.submission.scaling_curve:  # Even if it is refused, its next run need not measure this again.
-                task_history.remember(context.tx, context.jobs[row.job_id], row, context.now)
+                task_history.remember(context, row)
             loss_target.tell(context, row)
             feed(context, ev.JobMeasured(row.job_id, generation.workers, speed, context.costs_of(row)))
             return
@@ -505,7 +501,7 @@ def _tell_progress_meanwhile(context: PassContext, row: IncarnationRow, generati
     are true.
     """
     _measure(context, row, generation)
-    state = context.state_of(row.job_id)
+    state = context.scheduler.state(row.job_id)
     if state is not None and context.now > state.no_progress_until_s:
         loss_target.tell(context, row)
 
@@ -534,7 +530,6 @@ def _measure(context: PassContext, row: IncarnationRow, generation: GenerationRo
 def _candidate(context: PassContext, row: IncarnationRow, generation: GenerationRow, path: str, report: Report) -> None:
     known = {c.path for c in context.tx.candidates(row.job_id, row.incarnation)}
     if path and path not in known:
-        size_bytes = _number(report.data.get("size_bytes"), None)
         context.tx.add(
             CandidateRow(
                 job_id=row.job_id,
@@ -545,10 +540,6 @@ def _candidate(context: PassContext, row: IncarnationRow, generation: Generation
                 digest="",
                 status="new",
                 at=min(report.at_s, context.now),
-                size_bytes=None if size_bytes is None else int(size_bytes),
+                size_bytes=report.data.get("size_bytes"),
             )
         )
-
-
-def _number(value: Any, otherwise: float | None) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else otherwise

@@ -155,7 +155,7 @@ class Reconciler:
     @property
     def device_type(self) -> str:
         """The device type of the slots; empty before the first pass."""
-        return self._device_type()
+        return self._nodes[0].device_type if self._nodes else ""
 
     def copy_scheduler(self) -> Scheduler | None:
         """Return a copy of the scheduler between two passes, for trials; None if there is none now. Thread-safe."""
@@ -424,7 +424,7 @@ class Reconciler:
         """Decide on new submissions and on amendments."""
         began_s = time.perf_counter()
         slots = sum(node.slots for node in self._nodes)
-        introducing.introduce(context, self._device_type(), slots, self._candidate_service, self._crowd_s)
+        introducing.introduce(context, self.device_type, slots, self._candidate_service, self._crowd_s)
         self._heard_s += time.perf_counter() - began_s
         introducing.amend(context)
 
@@ -478,9 +478,6 @@ class Reconciler:
 
     def _secrets_to_hide(self, row: IncarnationRow) -> Mapping[str, str]:
         return hidden_values(self._box, row.submission, row.secret_env)
-
-    def _device_type(self) -> str:
-        return self._nodes[0].device_type if self._nodes else ""
 
     # -- when the next pass is due ------------------------------------------------------------------------------
 

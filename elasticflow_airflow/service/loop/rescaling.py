@@ -29,12 +29,12 @@ from elasticflow_airflow.api.event_data import (
 from elasticflow_airflow.engines.port import GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model import explain
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
-from elasticflow_airflow.scheduler_core.model.values import Slot
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.next_generation import can_continue, gave_up, order
 from elasticflow_airflow.service.decisions.pass_context import PassContext, alive
-from elasticflow_airflow.service.store.documents.scheduler_values import slots_to_json
+from elasticflow_airflow.service.store.documents.scheduler_values import placement_from_json, slots_to_json
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import ORDERED
 from elasticflow_airflow.times import duration
@@ -222,13 +222,11 @@ def go_on_as_planned(context: PassContext, row: IncarnationRow, generation: Gene
 
     While the surviving workers re-formed, the scheduler may have given their slots to other jobs.
     """
-    state = context.state_of(row.job_id)
+    state = context.scheduler.state(row.job_id)
     if state is None:
         return
-    slots = tuple(Slot(str(node), int(index)) for node, index in generation.placement)
-    taken = {s for other in context.scheduler.states() if other.job.job_id != row.job_id for s in other.placement.slots}
-    if not taken & set(slots):
-        feed(context, ev.GangReformed(row.job_id, type(state.placement)(slots)))
+    if not _given_away(context, generation):
+        feed(context, ev.GangReformed(row.job_id, placement_from_json(generation.placement)))
         return
     planned = slots_to_json(state.placement.slots)
     if not planned:
@@ -301,8 +299,7 @@ def _stay(
     said: str,
 ) -> None:
     _drop_unswitched(context, row, training)
-    workers = "1 worker" if training.workers == 1 else f"{training.workers} workers"
-    reason = f"{said}: stays with {workers} where it was"
+    reason = f"{said}: stays with {explain.workers(training.workers)} where it was"
     generation = order(
         context,
         row,

@@ -6,13 +6,13 @@ however long it trains. Rows in, rows out; decides nothing, and nothing depends 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from elasticflow_airflow.runtime.protocol import Report
 from elasticflow_airflow.service.decisions.pass_context import PassContext
+from elasticflow_airflow.service.decisions.reported_bounds import finite_number
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow, WorkerTimesRow
 
 MOST = 500
@@ -67,7 +67,7 @@ def take(
 
 def note(row: IncarnationRow, data: Mapping[str, Any]) -> None:
     """Keep the gradient noise scale and the samples per second of all workers from a progress report."""
-    told = {name: value for name in _NOTED if (value := _number(data.get(name))) is not None}
+    told = {name: value for name in _NOTED if (value := finite_number(data.get(name))) is not None and value >= 0}
     if told:
         row.sampling = replace(row.sampling, **told)
 
@@ -81,8 +81,7 @@ def write(context: PassContext) -> None:
 
 def take_worker(context: PassContext, row: IncarnationRow, generation: GenerationRow, report: Report) -> None:
     """Record how a worker spent its time in the window that it reports; this replaces its previous window."""
-    window: dict[str, Any] = {name: value for name in _TIMES if (value := _number(report.data.get(name))) is not None}
-    window |= {name: int(value) for name in _SIZES if (value := _number(report.data.get(name))) is not None}
+    window = {name: report.data[name] for name in (*_TIMES, *_SIZES) if name in report.data}
     if not window:
         return
     known = context.tx.worker_time(row.job_id, row.incarnation, report.worker_id)
@@ -91,7 +90,3 @@ def take_worker(context: PassContext, row: IncarnationRow, generation: Generatio
         context.tx.add(known)
     known.generation, known.rank = generation.generation, report.rank
     known.at, known.window = min(report.at_s, context.now), window
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else None

@@ -138,7 +138,7 @@ def _answer(context: PassContext, row: IncarnationRow, training: GenerationRow, 
 
 def _gain(context: PassContext, row: IncarnationRow, slow: _Slow) -> float:
     """Return the factor by which the gang would speed up without the worker, as the others need not wait for it."""
-    state = context.state_of(row.job_id)
+    state = context.scheduler.state(row.job_id)
     if not row.steps_per_s or state is None or state.job.curve is None:
         return 1.0
     step_s = 1.0 / row.steps_per_s

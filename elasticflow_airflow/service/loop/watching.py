@@ -5,22 +5,25 @@ Hangs are measured on the monotonic clock. Writes rows and asks the scheduler; c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from elasticflow_airflow.api import EventKind, State
 from elasticflow_airflow.api.event_data import HangData, NotMeasuredData, WarningData
+from elasticflow_airflow.engines.job_files import Heartbeat
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext
-from elasticflow_airflow.service.job_files.heartbeats import find_hung
 from elasticflow_airflow.service.loop.rescaling import fall_back, recover
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.times import duration, moment
 
 _HANG_STEPS = 20
+_WAITING = ("reduce", "wait")
+"""Phases of a heartbeat in which a worker waits for the others."""
 _SILENT_FRACTION = 0.25
 """Fraction of the allowed start time for which a gang must have been silent, whatever the wall clock says."""
 
@@ -145,6 +148,29 @@ def _give_up_hung(context: PassContext, row: IncarnationRow, generation: Generat
     what = f"{'worker' if len(hung) == 1 else 'workers'} {names} held the others up for {duration(quiet_s)}"
     recover(context, row, generation, hung, what)
     return True
+
+
+def find_hung(beats: Mapping[str, Heartbeat | None], *, limit_s: float, only_silent: bool) -> set[str]:
+    """Return the workers that block the others; empty if none can be singled out, or none would be left.
+
+    These are the workers silent for ``limit_s`` seconds while another one still reports that it waits. If none is
+    silent, and ``only_silent`` is False, they are those that still compute while others wait. The workers' timestamps
+    are only compared with each other, so that a machine that slept makes no worker suspect. No conclusion is drawn from
+    a missing heartbeat.
+    """
+    known = {worker_id: beat for worker_id, beat in beats.items() if beat is not None}
+    if len(beats) < 2 or not known:
+        return set()
+    latest_s = max(beat.at_s for beat in known.values())
+    silent = {worker_id for worker_id, beat in known.items() if latest_s - beat.at_s > limit_s}
+    lively = {worker_id: beat for worker_id, beat in known.items() if worker_id not in silent}
+    if not any(beat.phase in _WAITING for beat in lively.values()):
+        return set()
+    if silent:
+        return silent
+    if only_silent or len(known) < len(beats):
+        return set()
+    return {worker_id for worker_id, beat in lively.items() if beat.phase == "compute"}
 
 
 def _cannot_measure(context: PassContext, row: IncarnationRow, generation: GenerationRow, why: str) -> None:

@@ -20,7 +20,7 @@ from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.scheduler_core.outlook.capacity import CapacityOutlook, Want, capacity
 from elasticflow_airflow.service.decisions import task_history
 from elasticflow_airflow.service.decisions.pass_context import costs_from
-from elasticflow_airflow.service.loop.introducing import known_speeds, most_workers
+from elasticflow_airflow.service.loop.introducing import most_workers
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.requests.forecasting import ForecastService, identities_of, whose
 from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
@@ -80,11 +80,11 @@ class CapacityService:
     def _job(self, reader: Reader, job: JobRow, row: IncarnationRow) -> Job | None:
         """Return a rejected job as it would be submitted again; None while its speed or length is unknown."""
         past = task_history.past_of(reader.history(job.recurring_key, row.signature) if row.signature else None)
-        known = known_speeds(row.submission, past.measured)
+        given = row.submission.scaling_curve
+        known = task_history.speeds_to_plan_with(given, past.measured)
         speeds = known or {str(size): float(speed) for size, speed in row.speeds.items()}
         if not speeds or row.total_steps is None:
             return None
-        given = row.submission.scaling_curve
         sigma, sigmas = task_history.sigmas_of(past, given, self.forecasts.settings.scheduler_config())
         return Job(
             job_id=row.job_id,

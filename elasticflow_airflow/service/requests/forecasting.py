@@ -26,7 +26,7 @@ from elasticflow_airflow.scheduler_core.outlook.forecast import Forecast, Outcom
 from elasticflow_airflow.service.decisions import recurring_runs, task_history
 from elasticflow_airflow.service.decisions.lateness import as_asked, passed_already
 from elasticflow_airflow.service.decisions.pass_context import costs_from
-from elasticflow_airflow.service.loop.introducing import known_speeds, logical_workers, most_workers
+from elasticflow_airflow.service.loop.introducing import logical_workers, most_workers
 from elasticflow_airflow.service.refusal import Refusal, never_fits, wrong_job_id
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord
@@ -171,7 +171,7 @@ class ForecastService:
         past = task_history.past_of(
             reader.history(key, task_history.signature_of(submission, self.device_type(), shares))
         )
-        speeds = known_speeds(submission, past.measured)
+        speeds = task_history.speeds_to_plan_with(submission.scaling_curve, past.measured)
         sigma, sigmas = task_history.sigmas_of(past, submission.scaling_curve, self.settings.scheduler_config())
         steps = task_history.length_of(submission.length, submission.global_batch_size, past)
         task = reader.recurring_task(key)

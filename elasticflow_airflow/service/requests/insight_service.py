@@ -31,7 +31,7 @@ from elasticflow_airflow.api.insight import (
 from elasticflow_airflow.engines.port import EngineNode
 from elasticflow_airflow.service.decisions import recurring_runs
 from elasticflow_airflow.service.decisions.foresight import Foresight
-from elasticflow_airflow.service.loop.endings import gpu_seconds, rescales
+from elasticflow_airflow.service.loop.endings import Held, gpu_seconds, holdings, rescales
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.requests import spans
 from elasticflow_airflow.service.requests.reasons import Sentence, why
@@ -211,9 +211,9 @@ class _Held:
     def __post_init__(self) -> None:
         self.held_s, self.computing_s = [0.0] * self.parts, [0.0] * self.parts
 
-    def add(self, recurring_key: str, generations: Sequence[spans.Held]) -> None:
+    def add(self, recurring_key: str, generations: Sequence[Held]) -> None:
         """Add all generations of one job."""
-        held = spans.held(generations, self.now)
+        held = holdings(generations, self.now)
         spans.add_up(self.held_s, held, self.from_at, self.part_s)
         spans.add_up(self.computing_s, spans.computing(generations, self.now), self.from_at, self.part_s)
         until_at = self.from_at + self.part_s * self.parts

@@ -33,7 +33,7 @@ from elasticflow_airflow.service.store.documents.job_documents import AmendmentA
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.store import Current, Reader, Store, Writer
 from elasticflow_airflow.service.store.tables import AmendmentRow, DrainRow, IncarnationRow, JobRow
-from elasticflow_airflow.service.store.views import UNREADABLE, status_of
+from elasticflow_airflow.service.store.views import status_of
 from elasticflow_airflow.times import moment
 
 _NAMED_FILES = 10
@@ -83,7 +83,7 @@ class JobService:
         with self.store.write() as tx:
             job = tx.job(job_id)
             row = tx.incarnation(job_id, job.incarnation) if job is not None and job.incarnation else None
-            asked = None if row is None else _asked_of(row)
+            asked = None if row is None else readable(row.submission)
             if job is not None and row is not None and asked is not None and _attachable(row, asked, submission):
                 created, (warnings, amendment_id) = False, self._attach(tx, row, asked, submission)
             else:
@@ -284,14 +284,14 @@ class JobService:
             )
 
     def _attach(
-        self, tx: Writer, row: IncarnationRow, asked: _Asked, submission: JobSubmission
+        self, tx: Writer, row: IncarnationRow, asked: StoredSubmission, submission: JobSubmission
     ) -> tuple[list[str], int | None]:
         """Continue a job; returns warnings for its owner, and the id of the amendment that it asks for, if any."""
         row.renewals, row.heard_at = _next(row.renewals), self.clock()
         row.lease_s, row.orphan_s = submission.lease_s, submission.orphan_s
         if row.terminal:
             return [], None
-        warnings = self._warn_of_changed_code(asked.snapshot, submission.command.snapshot)
+        warnings = self._warn_of_changed_code(asked.command.snapshot, submission.command.snapshot)
         wanted: dict[str, Any] = {
             "deadline_at": submission.deadline_at,
             "best_effort": submission.best_effort,
@@ -361,7 +361,8 @@ class JobService:
         init_from = submission.init_from
         if init_from == "latest":
             latest = tx.last_success(job.recurring_key, job.job_id)
-            init_from = None if latest is None else _checkpoint_of(latest)
+            result = None if latest is None else readable(latest.result)
+            init_from = None if result is None else result.checkpoint_path
         row = IncarnationRow(
             job_id=job.job_id,
             incarnation=job.incarnation,
@@ -385,50 +386,12 @@ class JobService:
         return row
 
 
-class _Asked(NamedTuple):
-    """The parts of a stored submission that are compared with a new one."""
-
-    snapshot: str
-    deadline_at: float | None
-    best_effort: bool
-    value: float
-    consistency: str
-    logical_workers: int | None
-
-
-def _asked_of(row: IncarnationRow) -> _Asked | None:
-    """Return what an incarnation was submitted with; None if that cannot be read, so it cannot be continued."""
-    try:
-        stored = row.submission
-        snapshot = stored.command.snapshot
-        if not SHA256.match(snapshot):
-            return None
-        return _Asked(
-            snapshot=snapshot,
-            deadline_at=stored.deadline_at,
-            best_effort=stored.best_effort,
-            value=stored.value,
-            consistency=stored.consistency,
-            logical_workers=row.logical_workers or stored.logical_workers,
-        )
-    except UNREADABLE:
-        return None
-
-
-def _checkpoint_of(row: IncarnationRow) -> str | None:
-    """Return the checkpoint path of a success; None if there is none, or if it cannot be read."""
-    try:
-        return None if row.result is None else row.result.checkpoint_path
-    except UNREADABLE:
-        return None
-
-
 def _next(count: int) -> int:
     """Return the next count. Counts are only compared for equality, so one out of bounds restarts at 1."""
     return count + 1 if 0 <= count < bounds.MOST_COUNT else 1
 
 
-def _attachable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
+def _attachable(row: IncarnationRow, asked: StoredSubmission, submission: JobSubmission) -> bool:
     """Whether an attempt continues this incarnation: it is equal, and live or an unacknowledged success."""
     if not _same_training(row, asked, submission) or row.cancel_reason is not None:
         return False
@@ -440,16 +403,19 @@ def _attachable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -
     return ending is not None and ending.state is State.SUCCEEDED
 
 
-def _resumable(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
+def _resumable(row: IncarnationRow, asked: StoredSubmission, submission: JobSubmission) -> bool:
     """Whether a new incarnation resumes from the progress of this one."""
     return row.state != State.SUCCEEDED and _same_training(row, asked, submission)
 
 
-def _same_training(row: IncarnationRow, asked: _Asked, submission: JobSubmission) -> bool:
+def _same_training(row: IncarnationRow, asked: StoredSubmission, submission: JobSubmission) -> bool:
     """Whether a submission asks for the training of an incarnation. ``logical_workers=None`` matches any number."""
     if row.equality_key != submission.equality_key() or asked.consistency != submission.consistency:
         return False
-    return submission.logical_workers is None or asked.logical_workers in (None, submission.logical_workers)
+    if not SHA256.match(asked.command.snapshot):
+        return False  # Its code cannot be found.
+    logical_workers = row.logical_workers or asked.logical_workers
+    return submission.logical_workers is None or logical_workers in (None, submission.logical_workers)
 
 
 def _current(reader: Reader, job_id: str) -> tuple[JobRow, IncarnationRow]:

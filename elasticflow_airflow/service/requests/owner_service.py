@@ -22,7 +22,7 @@ from elasticflow_airflow.api.owners import (
     UnownedJob,
 )
 from elasticflow_airflow.service.notify import Notifier
-from elasticflow_airflow.service.store.store import Store, Writer, in_parts
+from elasticflow_airflow.service.store.store import OF_CURRENT_INCARNATION, Store, Writer, in_parts
 from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow
 from elasticflow_airflow.service.store.views import status_of
 from elasticflow_airflow.times import duration
@@ -33,7 +33,6 @@ _SEEN_S = 90.0
 """How long a report of Airflow that a task instance exists is valid; it repeats it every 30 s for a silent job."""
 _NOBODY_ASKS_S = 86400.0
 """With a lease of a day or more, no client is expected to ask: its user may have gone home."""
-_CURRENT = sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class OwnerService:
                 JobRow.owner_known_to,
                 JobRow.owner_seen_at,
             )
-            .join(IncarnationRow, _CURRENT)
+            .join(IncarnationRow, OF_CURRENT_INCARNATION)
             .where(
                 IncarnationRow.terminal.is_(False),
                 IncarnationRow.cancel_reason.is_(None),
@@ -153,6 +152,6 @@ _LIVE = (
         IncarnationRow.submitted_at,
         IncarnationRow.lease_s,
     )
-    .join(IncarnationRow, _CURRENT)
+    .join(IncarnationRow, OF_CURRENT_INCARNATION)
     .where(IncarnationRow.terminal.is_(False))
 )

@@ -11,14 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from elasticflow_airflow.api.insight import Span
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model.values import Reservation
-from elasticflow_airflow.service.store.store import HeldSlots
+from elasticflow_airflow.service.loop.endings import Held, Interval, union
 from elasticflow_airflow.service.store.tables import GenerationRow, JobRow
 
 JOIN = "join"
 """The purpose of a span in which new workers prepare to join a training that runs on other slots."""
-
-Interval = tuple[float, float]
-Held = GenerationRow | HeldSlots
 
 
 def spans_of(job: JobRow, generations: Sequence[GenerationRow]) -> list[Span]:
@@ -28,7 +25,8 @@ def spans_of(job: JobRow, generations: Sequence[GenerationRow]) -> list[Span]:
     for generation in generations:
         if generation.holding_at is None:
             continue
-        ended_at = _least(generation.ended_at, switches.get(generation.generation))
+        ends = (generation.ended_at, switches.get(generation.generation))
+        ended_at = min((at for at in ends if at is not None), default=None)
         slots = [(str(node), int(index)) for node, index in generation.placement]
         before = next((g for g in generations if g.generation == generation.continues), None)
         if generation.mode == RescaleMode.IN_PLACE and before is not None:
@@ -113,19 +111,8 @@ def pause_of(generation: Held) -> float:
     return 0.0 if pause_s is None else max(0.0, pause_s)
 
 
-def held(generations: Sequence[Held], now: float) -> list[Interval]:
-    """Return when the slots of one job were held, as intervals; those of the same slot do not overlap."""
-    by_slot: dict[tuple[str, int], list[Interval]] = {}
-    for g in generations:
-        if g.holding_at is not None:
-            for node, index in g.placement:
-                until = now if g.ended_at is None else g.ended_at
-                by_slot.setdefault((str(node), int(index)), []).append((g.holding_at, until))
-    return [one for intervals in by_slot.values() for one in _union(intervals)]
-
-
 def computing(generations: Sequence[Held], now: float) -> list[Interval]:
-    """Return when the slots of one job trained, like :func:`held`, without start-up, pauses and the last save."""
+    """Return when the slots of one job trained: as ``endings.holdings``, without start-up, pauses and last save."""
     by_slot: dict[tuple[str, int], list[Interval]] = {}
     switches = _switches(generations)
     pauses = {g.continues: pause_of(g) for g in generations if g.mode == RescaleMode.IN_PLACE}
@@ -140,7 +127,7 @@ def computing(generations: Sequence[Held], now: float) -> list[Interval]:
             until = min(until, g.last_step_at)
         for node, index in g.placement:
             by_slot.setdefault((str(node), int(index)), []).append((g.running_at, until))
-    return [one for intervals in by_slot.values() for one in _union(intervals)]
+    return [one for intervals in by_slot.values() for one in union(intervals)]
 
 
 def add_up(parts: list[float], intervals: Iterable[Interval], from_at: float, part_s: float) -> None:
@@ -170,20 +157,3 @@ def _switches(generations: Sequence[Held]) -> dict[int, float]:
         if g.mode == RescaleMode.IN_PLACE and g.continues is not None and g.running_at is not None:
             found[g.continues] = min(g.running_at, found.get(g.continues, g.running_at))
     return found
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    for since, until in sorted(intervals):
-        if until <= since:
-            continue
-        if found and since <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], until))
-        else:
-            found.append((since, until))
-    return found
-
-
-def _least(one: float | None, other: float | None) -> float | None:
-    given = [value for value in (one, other) if value is not None]
-    return min(given, default=None)

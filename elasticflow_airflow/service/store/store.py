@@ -45,6 +45,10 @@ from elasticflow_airflow.service.store.tables import (
 
 DATABASE_AWAY = (sa.exc.OperationalError, sa.exc.InterfaceError, sa.exc.InternalError, sa.exc.TimeoutError)
 """Raised when the database cannot be used now: it is unreachable, locked, full, or read-only."""
+OF_CURRENT_INCARNATION = sa.and_(
+    IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation
+)
+"""Joins a job and its current incarnation."""
 _BUSY_TIMEOUT_S = 30.0
 _POSTGRES = {
     "connect_timeout": 10,
@@ -169,10 +173,13 @@ class Reader:
         Of the generations, only the columns that a status shows are loaded.
         """
         found: dict[str, Current] = {}
-        current = sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation)
         ids = sorted(job_ids)
         for some in in_parts(ids):
-            query = sa.select(JobRow, IncarnationRow).join(IncarnationRow, current).where(JobRow.job_id.in_(some))
+            query = (
+                sa.select(JobRow, IncarnationRow)
+                .join(IncarnationRow, OF_CURRENT_INCARNATION)
+                .where(JobRow.job_id.in_(some))
+            )
             found |= {job.job_id: Current(job, row, []) for job, row in self.session.execute(query)}
         self._add_generations(found)
         return found
@@ -233,10 +240,7 @@ class Reader:
         """
         query = (
             sa.select(JobRow, IncarnationRow)
-            .join(
-                IncarnationRow,
-                sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation),
-            )
+            .join(IncarnationRow, OF_CURRENT_INCARNATION)
             .order_by(IncarnationRow.submitted_at.desc(), JobRow.job_id)
             .limit(limit)
         )
@@ -498,10 +502,7 @@ class Reader:
         """Return the last runs of a recurring task, each with its current incarnation, newest first."""
         query = (
             sa.select(JobRow, IncarnationRow)
-            .join(
-                IncarnationRow,
-                sa.and_(IncarnationRow.job_id == JobRow.job_id, IncarnationRow.incarnation == JobRow.incarnation),
-            )
+            .join(IncarnationRow, OF_CURRENT_INCARNATION)
             .where(JobRow.recurring_key == recurring_key)
             .order_by(IncarnationRow.submitted_at.desc(), JobRow.job_id)
             .limit(limit)

@@ -60,13 +60,12 @@ class UnstorableError(Exception):
 
 @dataclass(slots=True, eq=False)
 class NewEvent:
-    """An event that is not written yet; ``event_id`` is set when it is written."""
+    """An event that is not written yet."""
 
     row: IncarnationRow | None
     columns: dict[str, Any]
     is_verdict: bool = False
     """The verdict of the row refers to this event."""
-    event_id: int | None = None
 
 
 class UnitOfWork(Reader):
@@ -208,7 +207,7 @@ class UnitOfWork(Reader):
         row: IncarnationRow | None = None,
         *,
         is_verdict: bool = False,
-    ) -> NewEvent:
+    ) -> None:
         """Add an event (of an incarnation). With ``is_verdict``, the row's verdict names it once its id is known."""
         kind, data = kind_and_data(what)
         event = NewEvent(
@@ -224,7 +223,6 @@ class UnitOfWork(Reader):
             is_verdict,
         )
         self._events.append(event)
-        return event
 
     def rely_on(self, row: Base, column: str) -> None:
         """Register that a decision depends on a column that handlers write: it must be unchanged at :meth:`commit`."""
@@ -294,7 +292,6 @@ class UnitOfWork(Reader):
         insert = sa.insert(EventRow).returning(EventRow.event_id, sort_by_parameter_order=True)
         ids = self.session.execute(insert, [event.columns for event in self._events]).scalars().all()
         for event, event_id in zip(self._events, ids, strict=True):
-            event.event_id = event_id
             if event.row is not None:
                 event.row.last_event_id = event_id
                 if event.is_verdict:

@@ -80,13 +80,13 @@ class EventLogFollower:
             except Exception:
                 log.exception("the event log could not be read; it is tried again")
                 self._stop.wait(_LOOK_S)
-            self._notifier.wait_for(self._news, _LOOK_S)
+            self._notifier.wait_until(self._has_news, _LOOK_S)
 
-    def _news(self) -> bool | None:
+    def _has_news(self) -> bool:
         if self._stop.is_set():
             return True
         with self._store.read() as reader:
-            return True if reader.last_event_id() > self._cursor else None
+            return reader.last_event_id() > self._cursor
 
 
 def write_to_log(_reader: Reader, event: EventRow) -> None:

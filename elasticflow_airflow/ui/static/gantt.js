@@ -111,7 +111,7 @@ export function gantt({ history, cluster, width }) {
   const right = 10;
   const inner = Math.max(100, width - left - right);
   const x = (at) => left + (inner * (Math.min(until, Math.max(from, at)) - from)) / (until - from);
-  const held = history.spans.filter((span) => (span.until_at ?? now) > from).map((span) => ({ ...span, open: span.until_at === null, until_at: span.until_at ?? now }));
+  const held = history.spans.filter((span) => (span.until_at ?? now) > from).map((span) => ({ ...span, until_at: span.until_at ?? now }));
   const top = AXIS + 2 * LANE + 4;
   const { rows, bottom } = rowsOf(cluster.slots, [...held, ...history.planned], top);
   const byKey = new Map(rows.map((row) => [row.key, row]));

@@ -1,4 +1,4 @@
-// Starts the page: who is looking, which view the address names, and where to show what went wrong.
+// Starts the page: which view the address names, and where to show what went wrong.
 
 import * as api from './api.js';
 import { useLibrary } from './charts.js';
@@ -61,7 +61,7 @@ function open() {
     if (here) link.setAttribute('aria-current', 'page');
     else link.removeAttribute('aria-current');
   }
-  view = views[name].open({ main: fresh, rest, context: context(), user, refresh: () => live.soon() });
+  view = views[name].open({ main: fresh, rest, context: context(), refresh: () => live.soon() });
   document.title = `${view.title} – ElasticFlow`;
   live = new Live(
     async (signal) => {
@@ -130,13 +130,10 @@ setInterval(() => {
   if (shownAt !== null && nowS() - shownAt > 60 && !document.hidden) pulse.textContent = 'Out of date';
 }, 15000);
 
-const user = { name: '', mayEdit: new Set() };
 follow();
 listenForTips();
 try {
   const me = await api.me();
-  user.name = me.name;
-  user.mayEdit = new Set(me.may_edit);
   useLibrary(me.chart_library);
   open();
 } catch (error) {

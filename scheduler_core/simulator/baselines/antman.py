@@ -168,9 +168,10 @@ class AntMan(GangPolicy):
         if job.mask and not job.mask & ~open_slots and self._part(job, job.mask, held) >= LEAST_PART:
             return job.mask
         best, most = 0, 0.0
+        speeds = GangJob.sizes(job, self.layout.largest_block, self.config)
         for size in sizes:
             for block in _blocks(self.layout, open_slots, size):
-                speed = self._part(job, block, held) * GangJob.sizes(job, self.largest, self.config).get(size, 0.0)
+                speed = self._part(job, block, held) * speeds.get(size, 0.0)
                 if self._part(job, block, held) >= LEAST_PART and speed > most:
                     best, most = block, speed
         return best
@@ -191,9 +192,7 @@ class AntMan(GangPolicy):
                     job.changed()
 
     def _size(self, job: JobView) -> int:
-        if not self._at_knee:
-            return job.requested
-        return max((size for size in job.rising if size <= job.requested), default=job.rising[0])
+        return job.requested_within_knee if self._at_knee else job.requested
 
 
 def _blocks(layout: Layout, free: int, size: int) -> Iterable[int]:

@@ -14,7 +14,7 @@ Differences from the paper, and reasons:
   criterion by which all policies are compared. Without a deadline the utility falls slowly with the end of the job, so
   that it is taken early.
 - With iterations of doubling length over absolute time, a job submitted in the second half of a month would wait for
-  weeks. Here the length is reset to ``iteration_s`` when no job is left over, and doubles only while one is; an idle
+  weeks. Here the length is reset to ``ITERATION_S`` when no job is left over, and doubles only while one is; an idle
   cluster decides immediately. A job that is not chosen is considered again at the next iteration, until its deadline is
   out of reach.
 - ``U`` and ``L`` of the prices are learned from the jobs so far (:mod:`prices`).
@@ -34,7 +34,7 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.booking impor
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Scene, Wanted
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import GangJob, JobView
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.priced import PricedPolicy
-from elasticflow_airflow.scheduler_core.simulator.baselines.common.prices import PriceRange, Stretch
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.prices import Stretch
 from elasticflow_airflow.times import moment
 
 ITERATION_S = 60.0
@@ -44,21 +44,9 @@ LONGEST_S = 1920.0
 class AOnline(PricedPolicy):
     """AOnline: batches of jobs per iteration, gangs of constant size. Deterministic."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig | None = None,
-        nodes: Iterable[Node] = (),
-        *,
-        iteration_s: float = ITERATION_S,
-        longest_s: float = LONGEST_S,
-        prices: PriceRange | None = None,
-    ) -> None:
-        super().__init__(config, nodes, prices=prices)
-        if not 0.0 < iteration_s <= longest_s:
-            raise ValueError(f"iterations of {iteration_s!r} to {longest_s!r} s; they must be above 0 and in order")
-        self._first_s = iteration_s
-        self._longest_s = longest_s
-        self._length_s = iteration_s
+    def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
+        super().__init__(config, nodes)
+        self._length_s = ITERATION_S
         self._open_until_s = -INFINITY
         """New jobs are collected until this time."""
 
@@ -88,7 +76,7 @@ class AOnline(PricedPolicy):
         return Wanted(found.claims, again if found.look_again_s is None else min(again, found.look_again_s))
 
     def _begin(self, now: float, *, left_over: bool) -> None:
-        self._length_s = min(2.0 * self._length_s, self._longest_s) if left_over else self._first_s
+        self._length_s = min(2.0 * self._length_s, LONGEST_S) if left_over else ITERATION_S
         self._open_until_s = now + self._length_s
 
     def _retry(self, now: float) -> list[Decision]:

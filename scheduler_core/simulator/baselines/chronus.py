@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 import numpy as np
 
@@ -94,7 +93,7 @@ class Chronus(GangPolicy):
         others = [view for view in self._promised(now) if view.job_id != job.job_id]
         demands = self._demands(others, begin, now)
         stored = self._shifted(begin)
-        for size in newcomer.rising if self._choose_size else (self._asked(newcomer),):
+        for size in newcomer.rising if self._choose_size else (newcomer.requested_within_knee,):
             block = job.mask if job.size == size else self.layout.find(free, size)
             starts = block if begin > now + TOLERANCE_S else 0
             end = now + newcomer.cost_s(size) + newcomer.run_s(size) + newcomer.tail_s
@@ -130,12 +129,6 @@ class Chronus(GangPolicy):
     def keeps(self, job: GangJob) -> bool:  # noqa: ARG002  (same for every job)
         """Return False: a job in its tail when its lease ends needs another lease or releases its slots."""
         return False
-
-    def twin(self) -> Self:
-        """Return an independent copy."""
-        other = super().twin()
-        other._pins, other._starts, other._risks = dict(self._pins), dict(self._starts), list(self._risks)
-        return other
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
@@ -235,14 +228,11 @@ class Chronus(GangPolicy):
                     job.memory.pop(_PINNED, None)  # its slots were lost
         out = super()._replan(now, why, retry=retry)
         self._pins = {
-            job_id: mask for job_id, mask in self._pins.items() if job_id in self.jobs and not self._runs(job_id)
+            job_id: mask for job_id, mask in self._pins.items() if job_id in self.jobs and not self.jobs[job_id].mask
         }
         self._starts.clear()
         risks, self._risks = self._risks, []
         return [*risks, *out]
-
-    def _runs(self, job_id: str) -> bool:
-        return bool(self.jobs[job_id].mask)
 
     def _fitting(self, waiting: Sequence[JobView], now: float) -> list[JobView]:
         """Return the waiting jobs that fit into idle slots without moving a gang: none is moved within a term."""
@@ -277,17 +267,12 @@ class Chronus(GangPolicy):
         live = [job for job in self.jobs.values() if job.promised and job.phase is Phase.ADMITTED]
         return [view for view in (self.view(job, now) for job in live) if view.speeds]
 
-    def _asked(self, job: JobView) -> int:
-        """Return the requested size, at most the knee; while no block holds it, the smallest usable size."""
-        least = job.rising[0] if job.rising else job.job.job.min_workers
-        return max((size for size in job.rising if size <= job.requested), default=least)
-
     def _by_need(self, job: JobView) -> tuple[float, float, int]:
         """Sort key: promised jobs by deadline, then best-effort jobs, shortest first."""
         return *_by_deadline(job)[:1], 0.0 if job.job.promised else job.run_s(self._size(job)), job.job.number
 
     def _size(self, job: JobView) -> int:
-        return int(job.job.memory.get(_SIZE, 0.0)) or self._asked(job)
+        return int(job.job.memory.get(_SIZE, 0.0)) or job.requested_within_knee
 
     def _demand(self, job: JobView, begin: float, now: float, *, size: int = 0, runs: bool = False) -> Demand | None:
         """Return the leases that a job needs from ``begin`` on; None if it has ended by then or is pinned.

@@ -39,6 +39,4 @@ class GangFifo(GangPolicy):
         return Wanted(claims)
 
     def _size(self, job: JobView) -> int:
-        if not self._at_knee:
-            return job.requested
-        return max((size for size in job.rising if size <= job.requested), default=job.rising[0])
+        return job.requested_within_knee if self._at_knee else job.requested

@@ -38,15 +38,15 @@ from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating impor
 Packed = Callable[[str, str], float]
 """From two workloads: the fraction of its speed that the first keeps on a slot shared with the second."""
 
+SLICE_S = 60.0
+"""Minimum length of a turn."""
+SLICE_STARTS = 20.0
+"""The same as a number of start-up times."""
 _HAD_UNTIL, _SLICE_ENDS = "had_a_turn_until_s", "slice_ends_s"
 
 
 class Gandiva(GangPolicy):
-    """Time slicing, packing and grow-shrink.
-
-    ``slice_s``: minimum length of a turn; ``slice_starts``: the same as a number of start-up times. ``packed`` None: no
-    slot is shared.
-    """
+    """Time slicing, packing and grow-shrink. ``packed`` None: no slot is shared."""
 
     job_type = SharingJob
 
@@ -55,13 +55,9 @@ class Gandiva(GangPolicy):
         config: SchedulerConfig | None = None,
         nodes: Iterable[Node] = (),
         *,
-        slice_s: float = 60.0,
-        slice_starts: float = 20.0,
         packed: Packed | None = None,
     ) -> None:
         super().__init__(config, nodes)
-        self._slice_s = slice_s
-        self._slice_starts = slice_starts
         self._packed = packed
         self._pairs: dict[str, str] = {}
         """Guest to host, for the jobs placed now that share a slot."""
@@ -99,7 +95,7 @@ class Gandiva(GangPolicy):
         guests = _guests(jobs)
         running = sorted((job for job in jobs if job.size), key=lambda job: job.job_id in guests)
         waiting = sorted((job for job in jobs if not job.size), key=_waited_since)
-        longest = max((self.slice_of(job) for job in scene.jobs), default=self._slice_s)
+        longest = max((self.slice_of(job) for job in scene.jobs), default=SLICE_S)
         slice_ends = max((job.job.memory.get(_SLICE_ENDS, -INFINITY) for job in scene.jobs), default=-INFINITY)
         if now >= slice_ends - TOLERANCE_S:
             if waiting:
@@ -141,7 +137,7 @@ class Gandiva(GangPolicy):
 
     def slice_of(self, job: JobView) -> float:
         """Return how many seconds a turn of this job should last, so that its start does not use it up."""
-        return max(self._slice_s, self._slice_starts * job.startup_s)
+        return max(SLICE_S, SLICE_STARTS * job.startup_s)
 
     def _leaving(self, scene: Scene) -> int:
         """Return the slots (mask) of jobs whose last step is made and which are about to leave."""

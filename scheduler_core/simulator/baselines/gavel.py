@@ -157,10 +157,7 @@ class Gavel(GangPolicy):
 
     def _contender(self, job: JobView) -> GavelJob:
         spec = job.job.job
-        rising = job.rising
-        size = job.requested
-        if self._at_knee:
-            size = max((n for n in rising if n <= job.requested), default=rising[0])
+        size = job.requested_within_knee if self._at_knee else job.requested
         if job.size:
             size = job.size if job.size in job.speeds else size
         speeds = {}

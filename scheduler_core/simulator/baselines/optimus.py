@@ -27,9 +27,10 @@ from heapq import heapify, heappop, heappush
 
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.values import Node
+from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import JobView
-from elasticflow_airflow.scheduler_core.simulator.baselines.common.rounds import keep_and_start, next_round
+from elasticflow_airflow.scheduler_core.simulator.baselines.common.rounds import keep_and_start
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.seating import Room
 
 INTERVAL_S = 600.0
@@ -53,9 +54,9 @@ class Optimus(GangPolicy):
         jobs, now = scene.jobs, scene.now
         if not jobs:
             return Wanted([])
-        again = next_round(self._round_s, now, self._interval_s)
-        if now < again:
-            return Wanted(keep_and_start(jobs), again)
+        due = self._round_s + self._interval_s
+        if now + TOLERANCE_S < due:
+            return Wanted(keep_and_start(jobs), due)
         self._round_s = now
         sizes = by_marginal_gain(jobs, scene.room)
         claims = [Claim(job.job_id, (sizes[job.job_id],), "greatest gain") for job in jobs if job.job_id in sizes]

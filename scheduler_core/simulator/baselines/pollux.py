@@ -51,14 +51,9 @@ _RESTARTS = "restarts"
 class Pollux(GangPolicy):
     """Pollux: power mean of damped goodput speed-ups. Deterministic."""
 
-    def __init__(
-        self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = (), *, interval_s: float = INTERVAL_S
-    ) -> None:
+    def __init__(self, config: SchedulerConfig | None = None, nodes: Iterable[Node] = ()) -> None:
         super().__init__(config, nodes)
-        if interval_s <= 0.0:
-            raise ValueError(f"interval_s is {interval_s!r}; it must be above 0")
-        self._interval_s = interval_s
-        self._gap_s = interval_s
+        self._gap_s = INTERVAL_S
         self._round_s = float("-inf")
         self._seen: tuple[str, ...] = ()
 
@@ -85,7 +80,7 @@ class Pollux(GangPolicy):
             return Wanted([])
         names = tuple(job.job_id for job in jobs)
         if names != self._seen:
-            self._seen, self._gap_s = names, self._interval_s
+            self._seen, self._gap_s = names, INTERVAL_S
         due = self._round_s + self._gap_s
         if now < due - TOLERANCE_S:
             return Wanted(keep_and_start(jobs), due)
@@ -101,7 +96,7 @@ class Pollux(GangPolicy):
                 changed = True
                 if size and job.job.ran_s > 0.0:
                     job.job.memory[_RESTARTS] = job.job.memory.get(_RESTARTS, 0.0) + 1.0
-        self._gap_s = self._interval_s if changed else min(2.0 * self._gap_s, _LONGEST_S)
+        self._gap_s = INTERVAL_S if changed else min(2.0 * self._gap_s, _LONGEST_S)
         claims.sort(key=lambda claim: -claim.sizes[0])
         return Wanted(claims, now + self._gap_s)
 

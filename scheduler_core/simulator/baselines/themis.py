@@ -29,14 +29,15 @@ from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.live import JobView
 
+_LEASE_STARTS = 20.0
+"""A lease lasts at least this many start-ups."""
 _LEASED_UNTIL = "leased_until_s"
 
 
 class Themis(GangPolicy):
     """Themis: leases by finish-time fairness.
 
-    ``lease_s`` and ``filter_f`` default to the paper's values (section 8); a lease lasts at least ``lease_starts``
-    start-ups.
+    ``lease_s`` and ``filter_f`` default to the paper's values (section 8).
     """
 
     def __init__(
@@ -45,12 +46,10 @@ class Themis(GangPolicy):
         nodes: Iterable[Node] = (),
         *,
         lease_s: float = 1200.0,
-        lease_starts: float = 20.0,
         filter_f: float = 0.8,
     ) -> None:
         super().__init__(config, nodes)
         self._lease_s = lease_s
-        self._lease_starts = lease_starts
         self._filter_f = filter_f
 
     def wanted(self, scene: Scene) -> Wanted:
@@ -89,7 +88,7 @@ class Themis(GangPolicy):
 
     def _lease_end(self, job: JobView) -> float:
         """Return the tick of the common clock that gives half to one and a half lease lengths."""
-        lease = max(self._lease_s, self._lease_starts * job.startup_s)
+        lease = max(self._lease_s, _LEASE_STARTS * job.startup_s)
         return (math.floor(job.now / lease + 0.5) + 1.0) * lease
 
 

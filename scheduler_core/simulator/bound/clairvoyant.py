@@ -48,9 +48,8 @@ import numpy as np
 from elasticflow_airflow.scheduler_core.model.values import Job, ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.bound.costs import Candidates, Floats, Prices, least_costs
 from elasticflow_airflow.scheduler_core.simulator.bound.fluid import FluidRelaxation, require_scipy
+from elasticflow_airflow.scheduler_core.simulator.outcome import MET_TOLERANCE_S
 
-MET_TOLERANCE_S = 1e-3
-"""As in the simulator, a job that ends at most this long after its deadline is in time."""
 _SAFETY = 1e-9
 _FRACTION = 1e-7
 _COLUMNS, _COLUMNS_OF_POOLS = 250_000, 50_000

@@ -18,6 +18,8 @@ from elasticflow_airflow.scheduler_core.simulator.inputs.curves import Curves, h
 from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
 
+_PLACEMENT = "consolidated"
+
 
 def mixed_cluster(parts: Sequence[tuple[str, int, int]]) -> tuple[Node, ...]:
     """Return nodes of several types; each part is a type, its number of nodes and their slots.
@@ -66,10 +68,11 @@ def at_batch(curves: Curves, model: str, batch_size: int) -> ScalingCurve:
     return ScalingCurve({size: speed * factor for size, speed in curves[model, near].steps_per_s.items()})
 
 
-def read_typed_curves(path: Path, placement: str = "consolidated") -> dict[str, dict[tuple[str, int], ScalingCurve]]:
+def read_typed_curves(path: Path) -> dict[str, dict[tuple[str, int], ScalingCurve]]:
     """Read curves by type from a table with the columns ``gpu, placement, model, batch_size, workers, steps_per_s``.
 
-    Rows of other placements, without a batch size, or with a number of workers not a power of two are skipped.
+    Rows of other placements than the consolidated one, without a batch size, or with a number of workers not a power
+    of two are skipped.
 
     Raises:
         InputError: the file is invalid.
@@ -77,7 +80,7 @@ def read_typed_curves(path: Path, placement: str = "consolidated") -> dict[str, 
     found: dict[str, dict[tuple[str, int], dict[int, float]]] = {}
     needed = ("gpu", "placement", "model", "batch_size", "workers", "steps_per_s")
     for line, row in records_of(path, needed):
-        if row["placement"] != placement or not row["batch_size"]:
+        if row["placement"] != _PLACEMENT or not row["batch_size"]:
             continue
         try:
             batch, workers, speed = int(row["batch_size"]), int(row["workers"]), float(row["steps_per_s"])
@@ -86,7 +89,7 @@ def read_typed_curves(path: Path, placement: str = "consolidated") -> dict[str, 
         if speed > 0.0 and workers > 0 and not workers & (workers - 1):
             found.setdefault(row["gpu"], {}).setdefault((row["model"], batch), {})[workers] = speed
     if not found:
-        raise InputError(f"no row has placement {placement!r} and a batch size", path)
+        raise InputError(f"no row has placement {_PLACEMENT!r} and a batch size", path)
     for gpu, tables in found.items():
         for (model, batch), speeds in tables.items():
             if gaps := holes(speeds):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elasticflow_airflow.scheduler_core.simulator.inputs.curves import Curves
@@ -17,6 +16,8 @@ from elasticflow_airflow.scheduler_core.simulator.inputs.trace import TraceJob
 
 DAY_S = 86400.0
 HOUR_S = 3600.0
+_SWING = 0.8
+"""The rate of arrivals by day is higher than its mean by this fraction, and by night lower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +57,20 @@ def poisson(curves: Curves, *, jobs: int, every_s: float, seed: int = 0, shape: 
 
 
 def diurnal(
-    curves: Curves, *, days: float, per_day: float, swing: float = 0.8, seed: int = 0, shape: Shape | None = None
+    curves: Curves, *, days: float, per_day: float, seed: int = 0, shape: Shape | None = None
 ) -> list[TraceJob]:
-    """Generate arrivals at a daily varying rate: highest at 14:00, lowest at 02:00, mean plus or minus ``swing`` of it.
+    """Generate arrivals at a daily varying rate: highest at 14:00, lowest at 02:00.
 
     Uses thinning (Lewis and Shedler, 1979). Raises InputError like :func:`poisson`.
     """
     _check(days=days, per_day=per_day)
-    if not 0.0 <= swing <= 1.0:
-        raise InputError(f"swing is {swing!r}; it is a fraction between 0 and 1")
     maker, made, now = _Maker(curves, shape or Shape(), seed), list[TraceJob](), 0.0
-    most = per_day / DAY_S * (1.0 + swing)
+    most = per_day / DAY_S * (1.0 + _SWING)
     while True:
         now += maker.chaos.expovariate(most)
         if now >= days * DAY_S:
             return made
-        rate = per_day / DAY_S * (1.0 + swing * math.cos(2 * math.pi * (now / DAY_S - 14 / 24)))
+        rate = per_day / DAY_S * (1.0 + _SWING * math.cos(2 * math.pi * (now / DAY_S - 14 / 24)))
         if maker.chaos.random() * most < rate:
             made.append(maker.single(f"d{len(made):05}", now))
 
@@ -296,12 +295,3 @@ def _check(**positive: float) -> None:
     for name, value in positive.items():
         if not 0.0 < value < math.inf:
             raise InputError(f"{name} is {value!r}; it must be a positive number")
-
-
-KINDS: dict[str, Callable[..., Sequence[TraceJob]]] = {
-    "poisson": poisson,
-    "diurnal": diurnal,
-    "short": short_jobs,
-    "recurring": recurring,
-}
-"""The kinds of synthetic traces by name."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.values import Job
@@ -55,8 +53,3 @@ def test_a_gang_is_constant_from_its_start_to_its_end(make: MakeJob, nodes: Any,
     for record in played.result.records:
         assert record.changes == (record.rejected_s is None)
         assert not record.late_though_admitted
-
-
-def test_iterations_must_have_a_length() -> None:
-    with pytest.raises(ValueError, match="iterations of"):
-        AOnline(iteration_s=100.0, longest_s=10.0)

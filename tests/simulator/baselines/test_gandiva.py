@@ -22,7 +22,7 @@ DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 
 def test_two_jobs_on_one_slot_take_turns_of_a_slice(make: MakeJob, nodes: Any, play: Any) -> None:
     jobs = [make("a", 120.0, curve={1: 1.0}), make("b", 120.0, curve={1: 1.0})]
-    played = play(Gandiva(nodes=nodes(1, 1), slice_s=60.0), jobs, nodes(1, 1))
+    played = play(Gandiva(nodes=nodes(1, 1)), jobs, nodes(1, 1))
     assert played.sizes("a") == [(0.0, 1), (60.0, 0), (120.0, 1), (180.0, 0)]
     assert played.sizes("b") == [(60.0, 1), (120.0, 0), (180.0, 1), (240.0, 0)]
 
@@ -33,14 +33,14 @@ def test_turns_go_round_and_gangs_have_theirs(make: MakeJob, nodes: Any, play: A
         make("one", 120.0, curve={1: 1.0}),
         make("two", 120.0, curve={1: 1.0}),
     ]
-    played = play(Gandiva(nodes=nodes(1, 2), slice_s=60.0), jobs, nodes(1, 2))
+    played = play(Gandiva(nodes=nodes(1, 2)), jobs, nodes(1, 2))
     assert played.sizes("gang") == [(0.0, 2), (60.0, 0), (120.0, 2), (180.0, 0)]
     assert played.ends() == {"gang": 180.0, "one": 240.0, "two": 240.0}
 
 
 def test_a_start_does_not_eat_its_slice(make: MakeJob, nodes: Any, play: Any) -> None:
     jobs = [make("a", 1000.0, curve={1: 1.0}, pause=10.0), make("b", 1000.0, curve={1: 1.0}, pause=10.0)]
-    played = play(Gandiva(nodes=nodes(1, 1), slice_s=60.0, slice_starts=20.0), jobs, nodes(1, 1))
+    played = play(Gandiva(nodes=nodes(1, 1)), jobs, nodes(1, 1))
     assert played.sizes("a")[:3] == [(0.0, 1), (200.0, 0), (400.0, 1)]
 
 

@@ -21,7 +21,7 @@ def test_room_counts_blocks_and_not_bare_slots() -> None:
     layout = layout_of(3, 3)
     room = Room(layout, layout.usable)
     assert room.slots == 6
-    assert room.largest() == 2
+    assert room.fits(2)
     assert not room.fits(4)
     room.take(2)
     room.take(2)

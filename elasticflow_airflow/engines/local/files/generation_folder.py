@@ -126,13 +126,9 @@ class Status:
     slot_held: bool = False
     ended: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the status as JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Status:
-        """Inverse of :meth:`to_json`."""
+        """Inverse of ``asdict``."""
         workers = {
             worker_id: WorkerStatus(
                 **{
@@ -235,7 +231,7 @@ class SupervisorFolder:
 
     def write_status(self, status: Status) -> None:
         """Write ``status.json``."""
-        write_json_atomic(self.path / "status.json", status.to_json())
+        write_json_atomic(self.path / "status.json", asdict(status))
 
     def warming_stamp(self) -> int:
         """Return the mtime (ns) of ``warming``, of which any change means progress; 0 when there was none."""

@@ -103,14 +103,16 @@ class LogWriter:
         try:
             self._append(data)
         except OSError:
-            self._close_descriptor()
+            self.close()
             self.lost_bytes += len(data)
         else:
             self.lost_bytes = 0
 
     def close(self) -> None:
         """Close the file."""
-        self._close_descriptor()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def _append(self, data: bytes) -> None:
         view = memoryview(data)
@@ -125,7 +127,7 @@ class LogWriter:
             view = view[written:]
 
     def _rotate(self) -> None:
-        self._close_descriptor()
+        self.close()
         self._start += self._size
         self._size = 0
         for _, path in segments(self._dir, self._name)[: -(self._keep - 1) or None]:
@@ -139,11 +141,6 @@ class LogWriter:
             fresh.unlink()
         fresh.symlink_to(path.name)
         fresh.replace(link)
-
-    def _close_descriptor(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
 
 
 def _size(path: Path) -> int:

@@ -42,17 +42,13 @@ class ProcessId:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any] | None) -> ProcessId | None:
-        """Inverse of :meth:`to_json`. Raises TypeError, KeyError or ValueError when ``raw`` is not a process."""
+        """Inverse of ``asdict``. Raises TypeError, KeyError or ValueError when ``raw`` is not a process."""
         if raw is None:
             return None
         found = cls(raw["pid"], raw["start"], raw["boot"])
         if type(found.pid) is not int or not 0 < found.pid < 1 << 31 or type(found.start) is not int:
             raise ValueError(f"there is no process {raw!r}")
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the process as JSON values."""
-        return {"pid": self.pid, "start": self.start, "boot": self.boot}
 
     def is_alive(self) -> bool:
         """Return whether exactly this process still exists and is not a zombie."""

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from elasticflow_airflow.engines.local.files.generation_folder import (
@@ -76,7 +76,7 @@ class Supervisor:
         self._server: ForkServer | None = None
         self._colder: Callable[[], ForkServer]
         self._order: StopOrder | None = None
-        self._order_stamp: tuple[int, int] | None = None
+        self._stamps: dict[str, tuple[int, int]] = {}
         self._told_s = 0.0
         self._broken_s: float | None = None
         self._terminated_s: float | None = None
@@ -85,7 +85,6 @@ class Supervisor:
         self._lease_seen_s = time.monotonic()
         self._written = ""
         self._locks: dict[str, int] = {}
-        self._kills_stamp: tuple[int, int] | None = None
         self._progress: PlainProgress | None = None
 
     def run(self, secret_env: dict[str, str]) -> bool:
@@ -268,29 +267,26 @@ class Supervisor:
         return False
 
     def _look_at_order(self) -> None:
-        try:
-            found = (self._folder.path / "order.json").stat()
-        except FileNotFoundError:
-            return
-        stamp = (found.st_ino, found.st_mtime_ns)
-        if stamp != self._order_stamp:
-            self._order_stamp = stamp
+        if self._has_changed("order.json"):
             order = self._folder.read_order()
             if order is not None:
                 self._take(order)
 
     def _look_at_kills(self) -> None:
-        try:
-            found = (self._folder.path / "kill.json").stat()
-        except FileNotFoundError:
-            return
-        stamp = (found.st_ino, found.st_mtime_ns)
-        if stamp != self._kills_stamp:
-            self._kills_stamp = stamp
+        if self._has_changed("kill.json"):
             for worker_id in self._folder.read_kills() & self._workers.keys():
                 if not self._workers[worker_id].status.ended:
                     logger.info("ending %s: it was given up, or has not left in time", worker_id)
                     self._workers[worker_id].kill()
+
+    def _has_changed(self, name: str) -> bool:
+        """Return whether a file of the folder exists and is not the one that the last call found."""
+        try:
+            found = (self._folder.path / name).stat()
+        except FileNotFoundError:
+            return False
+        before, self._stamps[name] = self._stamps.get(name), (found.st_ino, found.st_mtime_ns)
+        return before != self._stamps[name]
 
     def _take(self, order: StopOrder) -> None:
         if not self.status.told:
@@ -348,7 +344,7 @@ class Supervisor:
 
     def _write_status(self, *, insist: bool = False) -> None:
         """Write the status if it changed; ``insist``: retry for up to ``lease_s`` while the disk is full."""
-        text = json.dumps(self.status.to_json())
+        text = json.dumps(asdict(self.status))
         deadline_s = time.monotonic() + self._spec.lease_s
         while text != self._written:
             try:

@@ -91,52 +91,48 @@ class Worker:
             self._close_output()
         return data
 
-    def look(self) -> bool:
-        """Check the processes; return True when the status changed."""
+    def look(self) -> None:
+        """Check the processes and update the status."""
         if self.status.ended or self._server is None:
-            return False
-        changed = False
+            return
         if self.status.agent is None and self.worker_id in self._server.pids:
             self.status.agent = ProcessId.of(self._server.pids[self.worker_id])
-            changed = self.status.agent is not None
         if self.status.trainer is None:
             raw = read_json(self._folder.trainer_file(self.worker_id))
             if raw is not None:
                 self._trainer_pid = int(raw["pid"])
                 self.status.trainer = ProcessId.of(self._trainer_pid)
-                changed = self.status.trainer is not None
         agent_code = self._server.exit_codes.get(self.worker_id)
         if agent_code is None:
-            return self._look_for_silent_end() or changed
+            self._look_for_silent_end()
+            return
         result = read_json(self._folder.exit_file(self.worker_id))
         self.status.exit_code = agent_code if result is None else result["exit_code"]
         self.kill_rest()
         self.status.ended = True
-        return True
 
-    def _look_for_silent_end(self) -> bool:
-        """Check for a trainer that ended without its agent noticing; return True if so, with both gone.
+    def _look_for_silent_end(self) -> None:
+        """Check for a trainer that ended without its agent noticing, and end both.
 
         A forked trainer that exits by ``os._exit(0)`` does not hand over the result for which torchrun waits, and a
         process that it has forked keeps open the pipe whose end tells torchrun that the trainer has ended.
         """
         agent, trainer, now_s = self.status.agent, self.status.trainer, time.monotonic()
         if agent is None or self._trainer_pid is None or (trainer is not None and trainer.is_alive()):
-            return False
+            return
         if self._trainer_gone_s is None:
             self._trainer_gone_s = now_s
         if now_s > self._trainer_gone_s + REST_LIMIT_S and not self._rest_killed:
             self._rest_killed = True
             self.kill_rest()
         if now_s <= self._trainer_gone_s + AGENT_LIMIT_S:
-            return False
+            return
         # torchrun soon notices any status except 0, and ends by itself.
         self.status.exit_code = unread_exit_code(self._trainer_pid, agent.pid) or 0
         logger.warning("%s ended with status %d, and its agent never heard", self.worker_id, self.status.exit_code)
         agent.kill()
         self.kill_rest()
         self.status.ended = True
-        return True
 
     def finish_output(self) -> bytes:
         """Drain the pipe, even when a grandchild still holds the other end; return the output."""

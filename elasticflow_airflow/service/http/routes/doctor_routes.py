@@ -24,7 +24,7 @@ from fastapi import FastAPI
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.api import API_VERSION
-from elasticflow_airflow.api.diagnosis import Diagnosis, Finding, ok, problem, warning
+from elasticflow_airflow.api.diagnosis import Diagnosis, Finding, ok, plural, problem, warning
 from elasticflow_airflow.engines.port import EngineNode
 from elasticflow_airflow.service.http.lanes import Lanes
 from elasticflow_airflow.service.http.parts import ServiceParts
@@ -262,7 +262,7 @@ def _offered(nodes: Sequence[EngineNode], engine: str) -> Finding:
         remedy = "are ELASTICFLOW_SLOTS and ELASTICFLOW_VIRTUAL_NODES right? The log names errors of the engine"
         return problem("slots", f"the engine {engine} offers no slot", remedy)
     kinds = ", ".join(sorted({node.device_type for node in nodes}))
-    said = f"{_plural(slots, 'slot')} ({kinds}) on {_plural(len(nodes), 'node')}"
+    said = f"{plural(slots, 'slot')} ({kinds}) on {plural(len(nodes), 'node')}"
     if busy == slots:
         return warning(
             "slots", f"{said}, all of them busy with something else", "which process holds them? see `health`"
@@ -333,10 +333,6 @@ def _file_system(path: Path) -> str:
     real = path.resolve()
     fitting = [(where, kind) for where, kind in mounts if real.is_relative_to(where.replace("\\040", " "))]
     return max(fitting, key=lambda mount: len(mount[0]))[1] if fitting else "an unknown file system"
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _size(number: float) -> str:

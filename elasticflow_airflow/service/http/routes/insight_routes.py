@@ -10,6 +10,7 @@ from fastapi import FastAPI, Query
 from elasticflow_airflow.api.insight import (
     CalendarAnswer,
     CalendarRequest,
+    CapacityAnswer,
     ClusterHistory,
     ClusterNow,
     JobStory,
@@ -20,9 +21,10 @@ from elasticflow_airflow.api.insight import (
 )
 from elasticflow_airflow.engines.port import EngineError
 from elasticflow_airflow.service.http.lanes import Lanes
-from elasticflow_airflow.service.http.parameters import Incarnation, JobId, Moment
+from elasticflow_airflow.service.http.parameters import Hours, Incarnation, JobId, Moment
 from elasticflow_airflow.service.http.parts import InsightServices, ServiceParts
 from elasticflow_airflow.service.refusal import Refusal, declared
+from elasticflow_airflow.service.requests.capacity_service import GAUGES_HOURS
 
 
 def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
@@ -89,3 +91,11 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
             return StackDump(job_id=job_id, at=at, stacks=dict(parts.engine.stacks(job_id)))
         except EngineError as error:
             raise Refusal(503, "no_stacks", str(error), "ask again in a moment") from error
+
+    @app.get("/v1/capacity", responses=declared(501))
+    @lanes.planning
+    def report(hours: Hours = GAUGES_HOURS) -> CapacityAnswer:
+        """Which nodes nobody needs in the next hours, or how many more are wanted, and by whom. Nothing is changed."""
+        if parts.capacity is None:
+            raise Refusal(501, "no_forecasts", "this service answers no questions about what would be", "")
+        return parts.capacity.capacity(hours)

@@ -22,12 +22,13 @@ from elasticflow_airflow import __version__
 from elasticflow_airflow.api import API_VERSION, State
 from elasticflow_airflow.engines.port import STANDING, GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.service.decisions.setting_aside import slots_of
 from elasticflow_airflow.service.http.lanes import Lanes
 from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.loop.endings import gpu_seconds
 from elasticflow_airflow.service.requests.capacity_service import CapacityWatch
 from elasticflow_airflow.service.store.store import Reader
-from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.views import UNREADABLE
 from elasticflow_airflow.service.telemetry.instruments import PROCESS, measure_statements
 from elasticflow_airflow.service.telemetry.tallies import ENDS, Tallies, TallyHistogram
@@ -69,7 +70,7 @@ class MetricsCollector:
             self._tallies.catch_up(reader)
             found = reader.undrained()
             rows = [row for _, row in found]
-            tasks = {job.job_id: (job.dag_id, _task_of(job)) for job, _ in found}
+            tasks = {job.job_id: (job.dag_id, job.identity.task_id) for job, _ in found}
             generations = [g for g in reader.open_generations() if g.state in STANDING]
             live_slot_s = _live_slot_s(reader, rows, self._parts.job_service.clock())
             drained, avoided = reader.drains(), reader.avoided()
@@ -99,8 +100,8 @@ class MetricsCollector:
 
     def _slots(self, generations: list[GenerationRow], draining: int, avoided: int) -> Iterator[Metric]:
         nodes = self._parts.nodes()
-        held = {slot for g in generations for slot in _slots_of(g)}
-        computing = {slot for g in generations if g.state == GangState.RUNNING for slot in _slots_of(g)}
+        held = {slot for g in generations for slot in slots_of(g)}
+        computing = {slot for g in generations if g.state == GangState.RUNNING for slot in slots_of(g)}
         slots = GaugeMetricFamily(
             "elasticflow_slots",
             "Slots: total, held by jobs, computing (held by workers that train), busy with something else, avoided.",
@@ -165,17 +166,6 @@ def _jobs(rows: Iterable[IncarnationRow], tasks: dict[str, tuple[str, str]]) -> 
     for task, slack_s in sorted(least.items()):
         slack.add_metric(list(task), slack_s)
     yield slack
-
-
-def _task_of(job: JobRow) -> str:
-    return job.identity.task_id
-
-
-def _slots_of(generation: GenerationRow) -> set[tuple[str, int]]:
-    """Return the slots of a generation; empty if its placement cannot be read."""
-    with suppress(*UNREADABLE):
-        return {(str(node), int(index)) for node, index in generation.placement}
-    return set()
 
 
 def _live_slot_s(reader: Reader, rows: Iterable[IncarnationRow], now: float) -> float:

@@ -54,7 +54,6 @@ class GenerationNotes:
     """When rank 0's session began its first step."""
     threads: int | None = None
     """The number of computing threads of each worker."""
-    micro_batch_size: int | None = None
     progress_of: str | None = None
     """The worker whose progress was used last."""
     switch: Switch = Switch()
@@ -65,9 +64,7 @@ class GenerationNotes:
     message: str | None = None
     """The message of the first failure ..."""
     kind: str | None = None
-    """... its kind (see ``runtime.protocol``) ..."""
-    rank: int | None = None
-    """... and the rank that failed."""
+    """... and its kind (see ``runtime.protocol``)."""
     absent: tuple[str, ...] = ()
     """Workers that did not answer when the gang was to switch generations."""
     windows: Mapping[str, list[float]] = field(default_factory=dict)
@@ -96,13 +93,12 @@ class GenerationNotes:
     slow: Mapping[str, float] = field(default_factory=dict)
     """When the service last reacted to a slow worker, by worker."""
 
-    def failed(self, message: str, kind: str | None, rank: int | None) -> GenerationNotes:
+    def failed(self, message: str, kind: str | None) -> GenerationNotes:
         """Add a worker's failure. The first failure is kept as the cause; later ones only lost their peer."""
         return replace(
             self,
             message=message if self.message is None else self.message,
             kind=kind if self.kind is None else self.kind,
-            rank=rank if self.rank is None else self.rank,
         )
 
 

@@ -139,7 +139,7 @@ export function nextDay({ jobs }, forecast) {
 
 function outlook(forecast) {
   if (forecast.unknown) return card('Next 24 hours', 'Unknown: the forecast did not come.', h('p', { class: 'banner', role: 'status', 'data-key': 'no-forecast' }, f.sentence(forecast.unknown), ' This page tries again by itself.'));
-  const byDag = Map.groupBy ? Map.groupBy(forecast.items, (item) => item.dag_id) : group(forecast.items, (item) => item.dag_id);
+  const byDag = group(forecast.items, (item) => item.dag_id);
   const missing = forecast.missing_slots ? ` With ${f.plural(forecast.missing_slots, 'more slot')} all would be kept.` : '';
   const inside = forecast.items.length
     ? h('div', { class: 'scroll', tabindex: 0, role: 'group', 'aria-label': 'Forecast by DAG' }, [...byDag].map(([dag, items]) => h('section', { class: 'dag', 'data-key': `dag-${dag}` },

@@ -10,11 +10,9 @@ Knows no clock, disk, network or thread, and nothing of the future.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Self
 
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
@@ -96,20 +94,9 @@ class BookingPolicy(GangPolicy):
         return super().handle(event, now)
 
     def projected_finish_s(self, job_id: str) -> float | None:
-        """Return when the last step is made according to the booking; None if unknown.
-
-        Raises:
-            KeyError: there is no such live job.
-        """
-        self._job(job_id)
+        """Return when the last step is made according to the booking; None if unknown."""
         course = self._courses.get(job_id)
         return None if course is None or course.finish_s == INFINITY else course.finish_s
-
-    def twin(self) -> Self:
-        """Return an independent copy."""
-        other = super().twin()
-        other._courses, other._stale = copy.copy(self._courses), set(self._stale)
-        return other
 
     # -- bookings --------------------------------------------------------------------------------------------------
 

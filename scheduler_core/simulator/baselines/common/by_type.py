@@ -49,19 +49,6 @@ class ByType:
         """Return the state of every live job, type by type."""
         return tuple(state for inner in self._inner.values() for state in inner.states())
 
-    def state(self, job_id: str) -> JobState | None:
-        """Return the state of one job; None if it is not live."""
-        found = (inner.state(job_id) for inner in self._inner.values())
-        return next((state for state in found if state is not None), None)
-
-    def projected_finish_s(self, job_id: str) -> float | None:
-        """Return when the last step of a live job is expected; None if unknown.
-
-        Raises:
-            KeyError: there is no such live job.
-        """
-        return self._inner[self._type_of_job[job_id]].projected_finish_s(job_id)
-
     def handle(self, event: ev.Event, now: float) -> list[Decision]:
         """Handle one event and return the decisions that follow."""
         match event:
@@ -87,7 +74,7 @@ class ByType:
         for decision in out:
             if isinstance(decision, Reject):
                 self._type_of_job.pop(decision.job_id, None)
-        return self._with_wake(out)
+        return [*out, WakeMeAt(min(self._wakes.values()))] if self._wakes else out
 
     # -- one newcomer ----------------------------------------------------------------------------------------------
 
@@ -134,18 +121,13 @@ class ByType:
     # -- routing ---------------------------------------------------------------------------------------------------
 
     def _tell(self, name: str, event: ev.Event, now: float) -> list[Decision]:
-        return self._heard(name, self._inner[name].handle(event, now))
-
-    def _heard(self, name: str, decided: list[Decision]) -> list[Decision]:
-        """Store this scheduler's wake-up time; return its other decisions."""
+        """Hand an event to one scheduler; store its wake-up time and return its other decisions."""
+        decided = self._inner[name].handle(event, now)
         self._wakes.pop(name, None)
         for decision in decided:
             if isinstance(decision, WakeMeAt):
                 self._wakes[name] = decision.at_s
         return [decision for decision in decided if not isinstance(decision, WakeMeAt)]
-
-    def _with_wake(self, out: list[Decision]) -> list[Decision]:
-        return [*out, WakeMeAt(min(self._wakes.values()))] if self._wakes else out
 
 
 def schedulers_by_type(config: SchedulerConfig, nodes: Iterable[Node]) -> ByType:

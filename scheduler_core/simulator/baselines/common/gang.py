@@ -83,7 +83,8 @@ class Scene:
 
 class GangPolicy(PolicyState, ABC):
     """A policy that sizes gangs for the present. Deterministic. Subclasses implement :meth:`wanted` and may override
-    :meth:`judge`."""
+    :meth:`judge`.
+    """
 
     promises: ClassVar[bool] = False
     """Whether any amended deadline may break a promise, so that each amendment must be judged."""
@@ -175,7 +176,7 @@ class GangPolicy(PolicyState, ABC):
         """Admit a job without a promise."""
         return Admit(job.job_id, Terms.BEST_EFFORT, None, None, reason)
 
-    def refuse(self, job: JobView, reason: str, offer_s: float | None = None) -> Admit | Reject | Wait:
+    def refuse(self, job: JobView, reason: str) -> Admit | Reject | Wait:
         """Return the submitter's choice (``on_reject``) for a job whose deadline cannot be promised."""
         spec = job.job.job
         choice, deadline = spec.on_reject, spec.deadline_s
@@ -185,7 +186,7 @@ class GangPolicy(PolicyState, ABC):
             until = deadline - job.least_time_s
             if until > job.now + TOLERANCE_S:
                 return Wait(job.job_id, f"waits for capacity until {moment(until)}: {reason}", until)
-        return Reject(job.job_id, reason, offer_s)
+        return Reject(job.job_id, reason, None)
 
     def keeps(self, job: GangJob) -> bool:  # noqa: ARG002  (by default the same for every job)
         """Whether a job whose last step is made keeps its slots until it has left, even if another job wants them."""
@@ -203,7 +204,7 @@ class GangPolicy(PolicyState, ABC):
         if job.job_id in self.jobs:
             raise ValueError(f"job {job.job_id!r} is live already; a new incarnation needs the old one to end first")
         live = self.live_job(job, now)
-        if self._nodes and not live.sizes(self.largest, self.config):
+        if self._nodes and not live.sizes(self.layout.largest_block, self.config):
             reason = f"no block of at least {job.min_workers} slots exists in this cluster, or none it was measured at"
             return [Reject(job.job_id, reason, None), *self._wake(now)]
         verdict = self.judge(self.view(live, now))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elasticflow_airflow.scheduler_core.cluster.placement import Layout
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout, level_of
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Work
@@ -44,7 +44,7 @@ class GangJob(LiveJob):
         curve = job.curves.get(self.gpu_type, job.curve)
         if curve is not None:
             return {n: v for n, v in curve.steps_per_s.items() if job.min_workers <= n <= most}
-        smallest = 1 << max(0, job.min_workers - 1).bit_length()
+        smallest = self.least_workers
         asked = max(smallest, _power_below(job.requested_workers or 1))
         return {size: 0.0 for size in (min(asked, _power_below(most)),) if smallest <= size <= most}
 
@@ -121,6 +121,13 @@ class JobView:
         fitting = [size for size in self.speeds if size <= asked]
         return max(fitting) if fitting else min(self.speeds)
 
+    @property
+    def requested_within_knee(self) -> int:
+        """The requested size, at most the knee; while no block holds it, the smallest usable size."""
+        rising = self.rising
+        least = rising[0] if rising else self.job.job.min_workers
+        return max((size for size in rising if size <= self.requested), default=least)
+
     def run_s(self, size: int) -> float:
         """Return the seconds of training left at a size, without any start or pause."""
         speed = self.speeds.get(size, 0.0)
@@ -145,4 +152,4 @@ class JobView:
 
 
 def _power_below(number: int) -> int:
-    return 1 << (number.bit_length() - 1) if number > 0 else 0
+    return 1 << level_of(number) if number > 0 else 0

@@ -52,27 +52,17 @@ class PolicyState:
         """Return the state of every live job, in order of arrival."""
         return tuple(job.state(self.layout) for job in self.jobs.values())
 
-    def state(self, job_id: str) -> JobState | None:
-        """Return the state of one job; None if it is not live."""
-        job = self.jobs.get(job_id)
-        return None if job is None else job.state(self.layout)
-
     def projected_finish_s(self, job_id: str) -> float | None:
         """Return when the last step is made if the job keeps its present slots; None if unknown.
 
         Raises:
             KeyError: there is no such live job.
         """
-        job = self._job(job_id)
+        job = self.jobs[job_id]
         work = job.work(self.layout, self.config)
         speed = work.speed(work.size) if work.size else 0.0
         left = min(work.remaining, work.expected)
         return work.since_s + left / speed if speed > 0.0 and left < INFINITY else None
-
-    @property
-    def largest(self) -> int:
-        """Size of the largest block of the cluster."""
-        return self.layout.largest_block
 
     def usable(self, now: float) -> int:
         """Return the slots (mask) that may be held now: not busy and not about to leave."""
@@ -95,12 +85,6 @@ class PolicyState:
         """Create the live job of a new job, without adding it to ``jobs``."""
         return self.job_type.newcomer(job, self._numbers, now, best_effort=True)
 
-    def _job(self, job_id: str) -> GangJob:
-        job = self.jobs.get(job_id)
-        if job is None:
-            raise KeyError(f"no live job {job_id!r}; known are {sorted(self.jobs)}")
-        return job
-
     def _progressed(self, job: GangJob, event: ev.JobProgressed, now: float) -> None:
         job.settle(self.layout, self.config, now)
         job.hear(event)
@@ -121,7 +105,7 @@ class PolicyState:
     def _gang_started(self, job: GangJob, placement: Placement, now: float) -> None:
         if set(placement.slots) != set(job.placement.slots) or job.started or not job.mask:
             return
-        job.started = job.ever_started = True
+        job.started = True
         if now > job.ready_s and job.as_of_s > job.ready_s:
             return  # a report came in between and is more accurate
         job.settle(self.layout, self.config, min(now, job.ready_s))
@@ -136,7 +120,7 @@ class PolicyState:
             return
         job.settle(self.layout, self.config, now)
         job.placement, job.mask, job.ready_s, job.starting = placement, mask, now, False
-        job.started = job.ever_started = True
+        job.started = True
         job.changed()
 
     def _lose_gang(self, job: GangJob, now: float) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Self
 
 from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
@@ -85,9 +84,3 @@ class PricedPolicy(BookingPolicy):
         if cheapest == INFINITY:
             return "there is no room that would end it by its deadline beside what is booked"
         return f"its price of {cheapest:.3g} is above its value of {spec.value:.3g}: others are expected to pay more"
-
-    def twin(self) -> Self:
-        """Return an independent copy."""
-        other = super().twin()
-        other.prices = PriceRange(self.prices.headroom, self.prices.highest, self.prices.lowest)
-        return other

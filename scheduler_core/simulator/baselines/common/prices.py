@@ -15,27 +15,31 @@ from typing import NamedTuple
 from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
 from elasticflow_airflow.scheduler_core.model.work import Holding, Work
 
+HEADROOM = 4.0
+"""An empty cluster is cheaper by this factor than the least that a job would pay.
+
+It is the paper's 1 / 4 eta, which its proof needs to be at least 4.
+"""
+
 
 @dataclass(slots=True)
 class PriceRange:
     """``U`` and ``L``, learned from the jobs submitted so far, since future jobs are unknown.
 
     OASiS takes both as given from past jobs. Here the first job sets them, and each new job widens them before it is
-    priced itself, so that an empty cluster always admits it. ``headroom`` is the factor by which an empty cluster is
-    cheaper than the least that a job would pay (the paper's 1 / 4 eta, which its proof needs to be at least 4).
+    priced itself, so that an empty cluster always admits it.
     """
 
-    headroom: float = 4.0
     highest: float = 0.0
     """``U``: largest value per slot-second of a job, at the size at which it takes the fewest slot-seconds."""
     lowest: float = float("inf")
-    """``L``: smallest value per slot-second, at the size at which a job takes the most, over ``headroom``."""
+    """``L``: smallest value per slot-second, at the size at which a job takes the most, over ``HEADROOM``."""
 
     def see(self, value: float, least_slot_s: float, most_slot_s: float) -> None:
         """Widen the range for a job worth ``value`` that takes between these numbers of slot-seconds."""
         if value > 0.0 and 0.0 < least_slot_s <= most_slot_s:
             self.highest = max(self.highest, value / least_slot_s)
-            self.lowest = min(self.lowest, value / most_slot_s / self.headroom)
+            self.lowest = min(self.lowest, value / most_slot_s / HEADROOM)
 
     def price(self, booked: float) -> float:
         """Return the price per slot-second when a fraction ``booked`` (0 to 1) is booked; 0 before the first job."""
@@ -59,10 +63,8 @@ class Stretch(NamedTuple):
     price: float
 
 
-def stretches(
-    book: Bookings, slots: int, prices: PriceRange, start_s: float, end_s: float, longest_s: float = float("inf")
-) -> list[Stretch]:
-    """Cut ``[start_s, end_s)`` where bookings change; a stretch longer than ``longest_s`` into equal parts.
+def stretches(book: Bookings, slots: int, prices: PriceRange, start_s: float, end_s: float) -> list[Stretch]:
+    """Cut ``[start_s, end_s)`` where bookings change.
 
     ``slots`` is the number of slots available for planning (``c`` of the price function).
     """
@@ -78,13 +80,7 @@ def stretches(
         if end <= begin:
             continue
         booked = (book.taken[k].bit_count() - absent) / max(1, slots)
-        price = prices.price(booked)
-        free = book.everything & ~book.taken[k]
-        parts = max(1, int(-(-(end - begin) // longest_s))) if longest_s < end - begin else 1
-        for part in range(parts):
-            a = begin + (end - begin) * part / parts
-            b = end if part == parts - 1 else begin + (end - begin) * (part + 1) / parts
-            found.append(Stretch(a, b, free, price))
+        found.append(Stretch(begin, end, book.everything & ~book.taken[k], prices.price(booked)))
     return found
 
 

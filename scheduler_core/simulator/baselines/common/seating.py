@@ -42,13 +42,6 @@ class Room:
         for level in range(level_of(size) + 1):
             self._rows[level] += size
 
-    def largest(self) -> int:
-        """Return the size of the largest gang that still fits (0: none)."""
-        size = 1 << len(self._rows)
-        while size and not self.fits(size):
-            size >>= 1
-        return size
-
 
 def seat(layout: Layout, usable: int, wanted: Sequence[tuple[str, int]], held: Mapping[str, int]) -> dict[str, int]:
     """Return slots (masks) for gangs that fit together: ``wanted`` are ids and sizes, ``held`` their present slots.
