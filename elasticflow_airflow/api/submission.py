@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -57,9 +57,12 @@ class JobIdentity(Wire):
     def as_stored(cls, raw: object) -> Self:
         """Read a stored identity. Takes what it can from a damaged row, so that this row does not hide the others."""
         parts = {"namespace": "default", **raw} if isinstance(raw, Mapping) else {}
-        names = {name: str(parts.get(name, "")) for name in ("namespace", "dag_id", "run_id", "task_id")}
+        names: dict[str, Any] = {
+            name: str(parts.get(name, "")) for name in ("namespace", "dag_id", "run_id", "task_id")
+        }
         map_index = parts.get("map_index")
-        return cls.model_construct(**names, map_index=map_index if isinstance(map_index, int) else -1)
+        names["map_index"] = map_index if isinstance(map_index, int) else -1
+        return cast("Self", cls.model_construct(**names))
 
     @property
     def job_id(self) -> str:

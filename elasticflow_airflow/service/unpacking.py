@@ -1,4 +1,4 @@
-"""The former path of ``job_files/unpacking.py``: a daemon of an older release that still runs starts it by this path.
+"""Old location of ``job_files/unpacking.py``: a daemon of an earlier release that still runs starts it by this path.
 
 Run with ``-I -S``: the standard library only, and nothing of the project can be imported.
 """

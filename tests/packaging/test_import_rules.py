@@ -77,7 +77,7 @@ COMPARING_COMMANDS = {ROOT / PACKAGE / "cli/simulator" / name for name in ("simu
 
 
 MOST_FILES = 14
-ONCE_HERE = "was once: "
+ONCE_HERE = "Old location of "
 """So says a file that only leads on from where a module was in an earlier release."""
 
 

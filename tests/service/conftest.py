@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,7 @@ class World:
     def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
         amendment_id = self.job_service.amend(job_id, request)
         return AmendAnswer(
-            **self.job_service.answered([amendment_id])[amendment_id], job=self.job_service.status(job_id)
+            **asdict(self.job_service.answered([amendment_id])[amendment_id]), job=self.job_service.status(job_id)
         )
 
     def status(self, job: Attachment | str) -> JobStatus:

@@ -20,6 +20,7 @@ from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.requests.capacity_service import CapacityService, CapacityWatch
 from elasticflow_airflow.service.requests.forecasting import ForecastService
+from elasticflow_airflow.service.store.documents.columns import Unreadable
 
 HOUR_S = 3600.0
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -63,7 +64,8 @@ def test_a_rejected_job_that_cannot_be_read_hides_nobody(world, wrong):
     assert "daily.e" in wants
     with world.store.write() as tx:
         for name, value in wrong.items():
-            setattr(tx.current(last.job.job_id)[1], name, value)
+            stored = Unreadable(value, "nobody can read it") if name == "submission" else value
+            setattr(tx.current(last.job.job_id)[1], name, stored)
     assert {want.task for want in service_of(world).capacity().wanted_by} == wants - {"daily.e"}
 
 

@@ -361,7 +361,7 @@ def test_the_limit_counts_only_jobs_of_the_identity_that_was_asked_for(store):
             )
             found = tx.job(row.job_id)
             assert found is not None
-            found.identity = identity.model_dump(mode="json")
+            found.identity = identity
 
     def ats(dag_id, limit=1, **identity) -> list[float]:
         with store.read() as reader:

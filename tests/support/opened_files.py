@@ -34,10 +34,13 @@ class OpenedFiles:
         if not self.jobs or event not in _EVENTS:
             return
         for path in arguments[:2]:
-            if isinstance(path, str | os.PathLike) and str(path).startswith(tuple(self.jobs)):
+            if isinstance(path, str | os.PathLike) and self._is_of_a_job(str(path)):
                 module = _who(sys._getframe(1))
                 if module is not None:
                     self.wrong.append(f"{module}: {event} {path}")
+
+    def _is_of_a_job(self, path: str) -> bool:
+        return any(path.startswith(jobs) and os.sep in path[len(jobs) :] for jobs in self.jobs)
 
 
 def _who(frame: FrameType | None) -> str | None:

@@ -22,6 +22,7 @@ from elasticflow_airflow.api.event_data import (
     WarningData,
 )
 from elasticflow_airflow.bounds import TEXT_CHARACTERS, clean_text
+from elasticflow_airflow.engines.job_files import CANDIDATE_PATH
 from elasticflow_airflow.engines.port import STANDING, GangObservation, GangOutcome, GangState
 from elasticflow_airflow.runtime.logical_workers import is_power_of_two
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
@@ -34,7 +35,6 @@ from elasticflow_airflow.service.decisions.deciding import feed, feed_reports
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.reported_bounds import finite_number, within_bounds
 from elasticflow_airflow.service.decisions.session_settings import script_decides
-from elasticflow_airflow.service.job_files.candidates import CANDIDATE_PATH
 from elasticflow_airflow.service.loop import samples, slow_workers
 from elasticflow_airflow.service.loop.rescaling import go_on_as_planned
 from elasticflow_airflow.service.secrets import redact, redact_all

@@ -67,7 +67,9 @@ def take(
 
 def note(row: IncarnationRow, data: Mapping[str, Any]) -> None:
     """Keep the gradient noise scale and the samples per second of all workers from a progress report."""
-    told = {name: value for name in _NOTED if (value := finite_number(data.get(name))) is not None and value >= 0}
+    told: dict[str, Any] = {
+        name: value for name in _NOTED if (value := finite_number(data.get(name))) is not None and value >= 0
+    }
     if told:
         row.sampling = replace(row.sampling, **told)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self, cast
 
 from elasticflow_airflow.api import JobSubmission
 
@@ -15,5 +15,9 @@ class StoredSubmission(JobSubmission):
     @classmethod
     def of(cls, submission: JobSubmission) -> Self:
         """Return the stored form of a submission."""
-        said = {**dict(submission), "secret_env": {}, "secret_names": tuple(sorted(submission.secret_env))}
-        return cls.model_construct(**said)
+        said: dict[str, Any] = {
+            **dict(submission),
+            "secret_env": {},
+            "secret_names": tuple(sorted(submission.secret_env)),
+        }
+        return cast("Self", cls.model_construct(**said))

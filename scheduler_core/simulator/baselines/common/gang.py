@@ -82,8 +82,9 @@ class Scene:
 
 
 class GangPolicy(PolicyState, ABC):
-    """A policy that sizes gangs for the present. Deterministic. Subclasses implement :meth:`wanted` and may override
-    :meth:`judge`.
+    """A policy that sizes gangs for the present. Deterministic.
+
+    Subclasses implement :meth:`wanted` and may override :meth:`judge`.
     """
 
     promises: ClassVar[bool] = False
