@@ -39,6 +39,8 @@ from elasticflow_airflow.service.store.tables import (
 pytestmark = pytest.mark.trouble
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
+TRIED_AFTER_S = 21.0
+"""After its start a service has tried again whom the one before it had set aside."""
 
 
 @pytest.fixture
@@ -163,9 +165,29 @@ def test_a_service_that_starts_anew_tries_the_job_again(pair, monkeypatch):
     assert set_aside(world, bad) == before, "not by itself: what failed once would fail again in each pass"
     world.restart()
     world.step(0.5)
+    assert set_aside(world, bad) == before, "first everybody else is served"
+    assert before in str(world.reconciler.problems)
+    world.run(TRIED_AFTER_S)
     assert set_aside(world, bad) is None
     assert world.events(bad, "tried_again")
     assert world.ended(bad, limit_s=900).state == "succeeded"
+
+
+def test_a_service_that_starts_decides_first_and_fails_later_on_those_that_were_set_aside(pair, monkeypatch):
+    world, bad, good = pair
+    break_for(monkeypatch, bad, observing, "_fold_state")
+    world.run(3)
+    assert set_aside(world, bad)
+    world.restart()
+    passes = []
+    real = type(world.reconciler)._pass
+    monkeypatch.setattr(type(world.reconciler), "_pass", lambda self, *given: passes.append(1) or real(self, *given))
+    world.step(0.5)
+    assert len(passes) == 1, "the first pass is not begun again without it"
+    world.run(TRIED_AFTER_S)
+    assert set_aside(world, bad), "it has failed again"
+    assert len(world.events(bad, "tried_again")) == 0, "nothing of a pass that failed is written"
+    assert world.ended(good).state == "succeeded"
 
 
 def test_workers_that_came_up_while_their_job_was_set_aside_train_on_once_it_is_tried_again(make_world, monkeypatch):
@@ -177,7 +199,7 @@ def test_workers_that_came_up_while_their_job_was_set_aside_train_on_once_it_is_
         world.run(30)
         assert set_aside(world, job)
     world.restart()
-    world.step(0.5)
+    world.run(TRIED_AFTER_S)
     assert world.status(job).state == "running"
     assert len(world.events(job, "started")) == 1
     assert world.ended(job).state == "succeeded"

@@ -7,7 +7,7 @@ work for all jobs together, planning, is attributed by leaving jobs out until it
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _MANY = 10
@@ -16,6 +16,7 @@ _PATIENCE_S = 30.0
 """Seconds for which such a fault is retried before its jobs are set aside, so that the others go on. Errors of the
 system (a full disk) are temporary and are retried for ever."""
 _MESSAGE_CHARACTERS = 500
+_FAILED = "the service failed while "
 
 
 class SchedulerFaultError(Exception):
@@ -48,16 +49,24 @@ class Fault:
         readable = "".join(letter if letter.isprintable() else " " for letter in plain)
         return cls(doing, readable[:_MESSAGE_CHARACTERS], where, isinstance(error, OSError))
 
+    @classmethod
+    def of_before(cls, reason: str) -> Fault:
+        """Build the fault that an earlier process stored as this text."""
+        doing, _, message = reason.removeprefix(_FAILED).partition(": ")
+        return cls(doing, message, "")
+
     def __str__(self) -> str:
-        return f"the service failed while {self.doing}: {self.message}"
+        return f"{_FAILED}{self.doing}" + (f": {self.message}" if self.message else "")
 
 
 @dataclass(slots=True)
 class Faults:
-    """The jobs on which this process fails. A new process starts without any and tries all jobs again."""
+    """The jobs on which this process fails, and those on which the one before failed, until they are tried again."""
 
     aside: dict[str, Fault] = field(default_factory=dict)
     """Jobs that are set aside, by id."""
+    inherited: set[str] = field(default_factory=set)
+    """Jobs among them that this process has not tried yet."""
     new: dict[str, Fault] = field(default_factory=dict)
     """Jobs on which the current pass failed."""
     _many_since_s: dict[str, float] = field(default_factory=dict)
@@ -89,6 +98,19 @@ class Faults:
         self.aside |= new
         return list(new)
 
+    def inherit(self, reasons: Mapping[str, str]) -> None:
+        """Leave out the jobs that an earlier process set aside, for these reasons, until :meth:`try_again`."""
+        self.aside |= {job_id: Fault.of_before(reason) for job_id, reason in reasons.items()}
+        self.inherited |= reasons.keys()
+
+    def try_again(self) -> bool:
+        """Take those jobs in again; return whether there were any."""
+        for job_id in self.inherited:
+            self.aside.pop(job_id, None)
+        found = bool(self.inherited)
+        self.inherited.clear()
+        return found
+
     def nothing_failed(self) -> None:
         """Note that a pass succeeded: later failures on many jobs are retried again before any job is set aside."""
         self._many_since_s.clear()
@@ -96,6 +118,7 @@ class Faults:
     def lift(self, job_id: str) -> None:
         """Drop the fault of a job that is over."""
         self.aside.pop(job_id, None)
+        self.inherited.discard(job_id)
 
 
 def find_culprits(job_ids: Sequence[str], works: Callable[[Sequence[str]], bool]) -> list[str]:

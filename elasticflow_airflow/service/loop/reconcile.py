@@ -50,6 +50,8 @@ _RETRY_S = 1.0
 _CLOCK_JUMP_S = 5.0
 _PROJECTION_CHANGE_S = 0.5
 _MOST_BEGINNINGS = 200
+_TRY_AGAIN_S = 20.0
+"""How long after the start jobs that an earlier process set aside are tried again: all others are served first."""
 _CROWD_S = (0.5, 5.0)
 """Least and most seconds for which new submissions are decided on in one batch. A job that is submitted together with
 many others gets its verdict after about that long, and not after all the others have theirs."""
@@ -114,6 +116,8 @@ class Reconciler:
         self._stop = threading.Event()
         self._problem = ""
         self._faults = Faults()
+        self._begun_s: float | None = None
+        """When the first pass began, in monotonic time."""
         self._ignored: list[str] = []
         """Stored facts about nodes and slots that cannot be used."""
         self._bounds = setting_aside.BoundsCheck()
@@ -228,6 +232,8 @@ class Reconciler:
         Returns the seconds until the next pass (None: when the notifier wakes the loop). Raises errors that cannot be
         attributed to a single job.
         """
+        if self._begun_s is not None and self._monotonic() - self._begun_s >= _TRY_AGAIN_S and self._faults.try_again():
+            self._scheduler = None  # It is built anew with them.
         observations = self._look()
         for _ in range(_MOST_BEGINNINGS):
             try:
@@ -268,6 +274,11 @@ class Reconciler:
         now, monotonic_s = self._clock(), self._monotonic()
         with self._thinking, unit_of_work(self._store) as work:
             self._notice_ignored(work.ignored())
+            if self._begun_s is None:
+                self._begun_s = monotonic_s
+                self._faults.inherit(
+                    {row.job_id: row.set_aside for _, row in work.current_rows if row.set_aside and not row.terminal}
+                )
             context = PassContext.open(
                 work,
                 now,
