@@ -12,7 +12,7 @@ from elasticflow_airflow.api.training_options import MOMENT_FORMS
 from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail
 from elasticflow_airflow.cli.terminal.lines import say
 from elasticflow_airflow.cli.terminal.moments import moment_of
-from elasticflow_airflow.cli.unowned import SILENT, cancel_unowned, confirm_cancelling
+from elasticflow_airflow.cli.unowned import SILENT, cancel_unowned, confirm_cancelling, say_cancelled
 from elasticflow_airflow.times import local_moment
 
 _NOT_PROMISED = 3
@@ -77,4 +77,4 @@ def cancel(
             asked = f"{what}: {job.state}, step {job.step}{total}, {job.workers} workers"
             confirm_cancelling(f"{job.job_id} ({what})", asked)
         job = service.cancel(job_id, service.status(job_id).claim, reason)
-    say(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
+    say_cancelled(job)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
+from elasticflow_airflow.api import JobStatus
 from elasticflow_airflow.api.owners import UnownedJob
 from elasticflow_airflow.cli.connection import fail
 from elasticflow_airflow.cli.terminal.lines import say
@@ -51,7 +52,7 @@ def cancel_unowned(service: ElasticFlowClient, silent_s: float, reason: str, *, 
         except (StaleClaim, JobNotFound) as error:
             say(f"{one.job.job_id} is left alone: {error}")
         else:
-            say(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
+            say_cancelled(job)
 
 
 def confirm_cancelling(what: str, asked: str) -> None:
@@ -61,6 +62,11 @@ def confirm_cancelling(what: str, asked: str) -> None:
     if not typer.confirm(f"Cancel {asked}?"):
         say("nothing was cancelled")
         raise typer.Exit(1)
+
+
+def say_cancelled(job: JobStatus) -> None:
+    """Print what has become of a job whose cancelling the service has taken."""
+    say(f"{job.job_id} is {job.state}" if job.state.terminal else f"{job.job_id} is being cancelled")
 
 
 def _row(one: UnownedJob) -> tuple[str, ...]:

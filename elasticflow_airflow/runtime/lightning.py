@@ -113,23 +113,21 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        self.session = Session(
-            SessionCore(
-                detect(checkpoint_dir),
-                micro_batch_size=micro_batch_size,
-                init_from=init_from,
-                checkpoint_interval_s=checkpoint_interval_s,
-                allow_nonfinite_loss=allow_nonfinite_loss,
-                logical_workers=logical_workers,
-                max_workers=max_workers,
-                threads=threads,
-                consistency=consistency,
-                seed=seed,
-                shard_checkpoints_above_gb=shard_checkpoints_above_gb,
-            )
+        self._core = SessionCore(
+            detect(checkpoint_dir),
+            micro_batch_size=micro_batch_size,
+            init_from=init_from,
+            checkpoint_interval_s=checkpoint_interval_s,
+            allow_nonfinite_loss=allow_nonfinite_loss,
+            logical_workers=logical_workers,
+            max_workers=max_workers,
+            threads=threads,
+            consistency=consistency,
+            seed=seed,
+            shard_checkpoints_above_gb=shard_checkpoints_above_gb,
         )
+        self.session = Session(self._core)
         self._recorder = Recorder()
-        self._core = self.session._core
         self.session._steps.hooks = StepHooks(
             before_commit=self._recorder.merge, redone=self._recorder.clear, group_changed=self._take_rank
         )

@@ -403,7 +403,6 @@ def test_a_task_of_which_nobody_can_read_how_it_was_spoils_no_feed_and_no_foreca
     later = [DueRuns(dag_id="daily", task_id=task, due_at=[due, due + 3600]) for task in ("bad", "good")]
     answer = calendar.feed(CalendarRequest(tasks=later))
     assert answer.taken == 2
-    print(answer)
     assert not any("good" in name for name in answer.unknown)
     world.step()
     forecasts = ForecastService(
