@@ -24,7 +24,7 @@ from airflow.sdk.exceptions import AirflowFailException
 from elasticflow_airflow.operators import ElasticTrainOperator
 
 CODE = Path(__file__).parent / "bert"
-TRAIN_ROWS, TEST_ROWS = 1152, 300
+TEST_ROWS = 300
 QUICK_TOKENS, THOROUGH_TOKENS = 32, 48
 WIDE_MARGIN = 0.15
 """By how much a model must beat the majority class to be published."""
@@ -43,6 +43,7 @@ with DAG(
     catchup=False,
     params={
         "quick_by": Param("06:30", type="string", description="when the quick model must be there"),
+        "train_rows": Param(1152, type="integer", minimum=96, description="how many texts a day trains on"),
         "thorough_epochs": Param(3, type="integer", minimum=1, description="how long the thorough model trains"),
         "publish_by": Param("07:30", type="string", description="when the better model must be published"),
     },
@@ -56,9 +57,10 @@ with DAG(
         """Collect yesterday's docstrings; the models never see a module of the test split."""
         from bert import docstrings
 
-        run = get_current_context()["dag_run"]
+        context = get_current_context()
+        run, train_rows = context["dag_run"], context["params"]["train_rows"]
         day: date = (run.logical_date or run.run_after).date()
-        rows = docstrings.extract(day, train_rows=TRAIN_ROWS, test_rows=TEST_ROWS)
+        rows = docstrings.extract(day, train_rows=train_rows, test_rows=TEST_ROWS)
         folder = home() / "data" / day.isoformat()
         docstrings.write(rows.train, folder / "train.jsonl")
         docstrings.write(rows.test, folder / "test.jsonl")

@@ -38,7 +38,8 @@ def main() -> int:
     except FileExistsError as error:
         parser.error(str(error))
     console.print("Fine-tuning BERT under deadlines, on two days, on this machine", style="bold")
-    console.print(f"Two trainings in parallel on {SLOTS} CPU slots; nobody says how many workers. About six minutes.\n")
+    console.print(f"Two trainings in parallel on {SLOTS} CPU slots; nobody says how many workers.")
+    console.print("About six minutes on a machine of the usual speed.\n")
     days = subprocess.Popen(
         [sys.executable, "-m", "demo_kit.days", str(layout.root)],
         cwd=DAGS,

@@ -29,7 +29,8 @@ from elasticflow_airflow.scheduler_core.model.decisions import (
     Wait,
     WakeMeAt,
 )
-from elasticflow_airflow.scheduler_core.model.explain import workers
+from elasticflow_airflow.scheduler_core.model.explain import is_past, workers
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.recurring_work import ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.model.values import (
     Job,
@@ -46,7 +47,6 @@ from elasticflow_airflow.scheduler_core.planning.protection_price import Arrival
 from elasticflow_airflow.scheduler_core.planning.repair import mend
 from elasticflow_airflow.scheduler_core.planning.reservations import keepable, reserved, stand_ins
 from elasticflow_airflow.scheduler_core.scheduler_state import SchedulerState
-from elasticflow_airflow.times import duration, moment
 
 _LOOKS = 30
 """How often within ``waiting_retry_s`` a fresh plan is tried for jobs at risk."""
@@ -61,7 +61,7 @@ class Decider:
         self.config, self.state = config, state
         self._numbers = 0
         self._promises = 0
-        self._put_off: list[str] | None = None
+        self._put_off: list[Reason] | None = None
         """While decisions are made together: the reasons to plan once after all of them. None: plan at once."""
         self._expiring = False
         """Whether the loop over jobs whose measuring takes too long is running."""
@@ -113,14 +113,14 @@ class Decider:
         self._numbers = max(self._numbers, restored.number + 1)
         self._promises = max(self._promises, restored.promise + 1)
 
-    def take_best_effort(self, live: LiveJob, now: float, reason: str) -> list[Decision]:
+    def take_best_effort(self, live: LiveJob, now: float, reason: Reason) -> list[Decision]:
         """Admit a job as best effort, on slots that no promise needs."""
         live.phase, live.best_effort, live.at_risk = Phase.ADMITTED, True, False
         live.profiling, live.trial = None, 0
         live.course = None
         live.changed()
         self._register(live)
-        rest = self.replan(now, "slots are free", retry=False)
+        rest = self.replan(now, Reason("slots are free"), retry=False)
         plan = self.plan_now(live)
         return [Admit(live.job_id, Terms.BEST_EFFORT, None, plan, reason), *rest]
 
@@ -135,15 +135,17 @@ class Decider:
         deadline = live.job.last_deadline_s
         if deadline is not None and deadline <= now:
             return [
-                Reject(live.job_id, f"the deadline {moment(deadline)} is past: it is {moment(now)} now", None),
+                Reject(live.job_id, is_past(deadline, now), None),
                 *self._wake(now),
             ]
         if not candidate_sizes(live, self.state.layout.largest_block) or not self.state.nodes:
-            reason = f"no block of at least {live.job.min_workers} slots exists in this cluster"
+            reason = Reason(
+                "no block of at least {min_workers} slots exists in this cluster", min_workers=live.job.min_workers
+            )
             return [Reject(live.job_id, reason, None), *self._wake(now)]
         live.phase = Phase.PROFILING
         self._register(live)
-        return self.replan(now, "a job has to be measured", retry=False)
+        return self.replan(now, Reason("a job has to be measured"), retry=False)
 
     def decide(self, live: LiveJob, now: float) -> list[Decision]:
         """Decide on admission of a job with a known speed; if refused, apply the job's ``on_reject``.
@@ -163,7 +165,11 @@ class Decider:
         if size := self._worth_a_trial(live, now):
             return before + self._try_out(live, size, now)
         if live.job.partial and (missing := missing_sizes(live, self.state.layout, self.config)):
-            verdict.reason += f"; its speed with {_among_sizes(missing)} could not be measured in time"
+            verdict.reason = Reason(
+                "{reason}; its speed with {sizes} could not be measured in time",
+                reason=verdict.reason,
+                sizes=_among_sizes(missing),
+            )
         return before + self._refuse(live, verdict, now)
 
     def _may_still_be_kept(self, live: LiveJob, now: float, deadline_s: float | None = None) -> bool:
@@ -209,7 +215,7 @@ class Decider:
         live.said_waiting = ""
         live.thorough_s = now + self.config.overdue_s
         self._register(live)
-        return self.replan(now, "a job is measured before it is promised", retry=False)
+        return self.replan(now, Reason("a job is measured before it is promised"), retry=False)
 
     def _measure_more(self, live: LiveJob, now: float) -> list[Decision]:
         """Continue measuring a job that cannot be admitted with its known speeds."""
@@ -219,7 +225,7 @@ class Decider:
         if now < own < live.thorough_s:  # from then on a later deadline is tried, if it accepts one
             live.thorough_s = max(own, now + self.config.overdue_s)
         self._register(live)
-        return self.replan(now, "a job has to be measured", retry=False)
+        return self.replan(now, Reason("a job has to be measured"), retry=False)
 
     def _catch_up(self, now: float) -> list[Decision]:
         """Plan again, if that is due, before admission control is called for a new job.
@@ -227,7 +233,7 @@ class Decider:
         A rejected arrival must leave no trace: stored courses advance in time only if the job stays.
         """
         stale = self.state.broken or bool(self.state.late) or self._behind(now)
-        return self._plan_again(now, "the plan of the cluster says so", retry=False) if stale else []
+        return self._plan_again(now, Reason("the plan of the cluster says so"), retry=False) if stale else []
 
     def note_arrival(self, live: LiveJob, now: float) -> None:
         """Let the protection price learn from a job at its first request for admission."""
@@ -289,7 +295,7 @@ class Decider:
         live.changed()
         self._register(live)
         out: list[Decision] = []
-        planner, why = self.state.planner(now), f"{live.job_id} was admitted"
+        planner, why = self.state.planner(now), Reason("{job:job} was admitted", job=live.job_id)
         if self._put_off is not None:
             self.state.keep(planner.reserve(verdict.draft), now)
             self._put_off.append(why)
@@ -305,7 +311,9 @@ class Decider:
             self.state.ask_again_s = now + 2 * TOLERANCE_S  # others may wait for the slots that it was measured on
         choice = job.on_reject
         if choice is OnReject.BEST_EFFORT:
-            return self.take_best_effort(live, now, f"cannot be promised: {verdict.reason}; runs as best effort")
+            return self.take_best_effort(
+                live, now, Reason("cannot be promised: {reason}; runs as best effort", reason=verdict.reason)
+            )
         if (taken := self._take_later(live, verdict, now)) is not None:
             return taken
         if choice is OnReject.WAIT and job.deadline_s is not None:
@@ -317,17 +325,21 @@ class Decider:
                 live.thorough_s = now + max(self.config.waiting_retry_s, (until - now) / 2)
                 live.until_s = until
                 self._register(live)
-                rest = self.replan(now, f"{live.job_id} waits", retry=False) if changed else self._wake(now)
+                rest = (
+                    self.replan(now, Reason("{job:job} waits", job=live.job_id), retry=False)
+                    if changed
+                    else self._wake(now)
+                )
                 if live.said_waiting == "wait":
                     return rest
                 live.said_waiting = "wait"
-                reason = f"waits for capacity until {moment(until)}: {verdict.reason}"
+                reason = Reason("waits for capacity until {until:moment}: {reason}", until=until, reason=verdict.reason)
                 return [*rest, Wait(live.job_id, reason, until)]
         decision = Reject(live.job_id, self.advice(verdict), verdict.earliest_deadline_s)
         if not known:
             return [decision, *self._wake(now)]
         del self.state.jobs[live.job_id]
-        return [decision, *self.replan(now, f"{live.job_id} was rejected", retry=False)]
+        return [decision, *self.replan(now, Reason("{job:job} was rejected", job=live.job_id), retry=False)]
 
     def _take_later(self, live: LiveJob, verdict: AdmissionVerdict, now: float) -> list[Decision] | None:
         """Admit the job for the offered deadline, if it accepts that; return None if not."""
@@ -339,24 +351,31 @@ class Decider:
         live.changed()
         again = self.ask(live, now)
         if again.draft is not None:
-            left = f", for {live.job.part_at(offer):.0%} of its value" if choice is OnReject.LATE else ""
-            again.reason = (
-                f"the deadline {moment(job.deadline_s or 0.0)} cannot be promised ({verdict.reason}); "
-                f"accepted {moment(offer)} instead{left}: {again.reason}"
+            part = Reason(", for {part:.0%} of its value", part=live.job.part_at(offer))
+            again.reason = Reason(
+                "the deadline {asked:moment} cannot be promised ({refused}); accepted {offer:moment} instead{part}: "
+                "{plan}",
+                asked=job.deadline_s or 0.0,
+                refused=verdict.reason,
+                offer=offer,
+                part=part if choice is OnReject.LATE else "",
+                plan=again.reason,
             )
             return self.admit(live, again, Terms.RENEGOTIATED, now)
         live.job = job
         live.changed()
         return None
 
-    def advice(self, verdict: AdmissionVerdict) -> str:
+    def advice(self, verdict: AdmissionVerdict) -> Reason:
         """Return why the job was refused, and what its submitter can do."""
         offer = verdict.earliest_deadline_s
         if offer is None:
-            return f"{verdict.reason}; it could run as best effort, or on more capacity"
-        return (
-            f"{verdict.reason}; the earliest deadline that can be promised now is {moment(offer)}; "
-            "or submit it as best effort, or add capacity"
+            return Reason("{reason}; it could run as best effort, or on more capacity", reason=verdict.reason)
+        return Reason(
+            "{reason}; the earliest deadline that can be promised now is {offer:moment}; or submit it as best effort, "
+            "or add capacity",
+            reason=verdict.reason,
+            offer=offer,
         )
 
     def decide_together(
@@ -367,7 +386,7 @@ class Decider:
         Each verdict is proven beside all existing promises, as if the job had been submitted alone. The remaining
         capacity for other jobs and growth is allocated at the end.
         """
-        put_off: list[str] = []
+        put_off: list[Reason] = []
         out = self._catch_up(now)
         self._put_off = put_off
         try:
@@ -385,14 +404,14 @@ class Decider:
         """Return when the plan next requires an action; once at the end if decisions are made together."""
         return [] if self._put_off is not None else self.state.wake(now)
 
-    def replan(self, now: float, why: str, *, retry: bool) -> list[Decision]:
+    def replan(self, now: float, why: Reason, *, retry: bool) -> list[Decision]:
         """Plan again, and request the next wake-up; postponed while decisions are made together."""
         if self._put_off is not None:
             self._put_off.append(why)
             return []
         return self._plan_again(now, why, retry=retry) + self.state.wake(now)
 
-    def _plan_again(self, now: float, why: str, *, retry: bool) -> list[Decision]:
+    def _plan_again(self, now: float, why: Reason, *, retry: bool) -> list[Decision]:
         """Update stored courses, repair broken promises, use free slots; ``retry``: retry admission of waiting jobs."""
         state, out = self.state, list[Decision]()
         state.refresh(now)
@@ -443,7 +462,7 @@ class Decider:
         footprint = footprint_of(work, now, job.job.deadline_s or INFINITY)
         return INFINITY if footprint is None or job.job.value <= 0.0 else footprint / job.job.value
 
-    def complete_and_adopt(self, planner: Planner, draft: Draft, now: float, out: list[Decision], why: str) -> None:
+    def complete_and_adopt(self, planner: Planner, draft: Draft, now: float, out: list[Decision], why: Reason) -> None:
         """Complete a draft of promises, prefer a fresh plan if that serves more jobs, and adopt the result."""
         draft = planner.complete(planner.reserve(draft))
         starved, (endless, late_s) = planner.starved(draft), planner.lateness(draft)
@@ -490,7 +509,7 @@ class Decider:
         if not missing_sizes(job, state.layout, self.config) or not goes_on or in_a_hurry(job, now, self.config):
             return self.decide_measured(job, now)
         job.course = None
-        out = self.replan(now, "the next size is measured", retry=False)
+        out = self.replan(now, Reason("the next size is measured"), retry=False)
         decided = job.job_id not in state.jobs or job.phase is not Phase.PROFILING
         if decided or job.profiling is not None or job.judged == len(known_speeds(job)):
             return out
@@ -499,11 +518,16 @@ class Decider:
     def decide_measured(self, job: LiveJob, now: float) -> list[Decision]:
         """Decide on admission from the sizes measured so far: all sizes, or those that there were slots for."""
         if not known_speeds(job):
-            reason = "no number of workers could be measured; give scaling_curve= (steps/s by number of workers)"
+            reason = Reason(
+                "no number of workers could be measured; give scaling_curve= (steps/s by number of workers)"
+            )
             if job.job.on_reject is OnReject.BEST_EFFORT:
-                return self.take_best_effort(job, now, f"{reason}; runs as best effort")
+                return self.take_best_effort(job, now, Reason("{reason}; runs as best effort", reason=reason))
             del self.state.jobs[job.job_id]
-            return [Reject(job.job_id, reason, None), *self.replan(now, f"{job.job_id} was rejected", retry=False)]
+            return [
+                Reject(job.job_id, reason, None),
+                *self.replan(now, Reason("{job:job} was rejected", job=job.job_id), retry=False),
+            ]
         if job.remaining is None:
             return self._wake(now)
         job.settle(self.state.layout, self.config, now)
@@ -547,10 +571,12 @@ class Decider:
         if known_speeds(job) and job.remaining is not None:
             return self.decide_measured(job, now)
         what = "measure its speed on" if not known_speeds(job) else "hear from it how long it is"
-        reason = (
-            f"waited {duration(now - job.waiting_since_s)} for slots to {what}, and the "
-            f"deadline {moment(job.job.last_deadline_s or 0.0)} comes too near: give a later one, "
-            "best_effort=True, or scaling_curve= (steps/s by number of workers) for a decision at once"
+        reason = Reason(
+            "waited {waited:duration} for slots to {what}, and the deadline {deadline:moment} comes too near: give a "
+            "later one, best_effort=True, or scaling_curve= (steps/s by number of workers) for a decision at once",
+            waited=now - job.waiting_since_s,
+            what=what,
+            deadline=job.job.last_deadline_s or 0.0,
         )
         if job.job.on_reject is OnReject.BEST_EFFORT:
             return self.take_best_effort(job, now, reason)
@@ -583,25 +609,31 @@ class Decider:
             job.said_waiting = ""
         elif job.said_waiting != "block":
             job.said_waiting = "block"
-            reason = f"best effort, and waits for a larger cluster: {no_block(job.job, layout, now)}"
+            reason = Reason(
+                "best effort, and waits for a larger cluster: {no_block}", no_block=no_block(job.job, layout, now)
+            )
             out.append(Wait(job.job_id, reason, None))
 
-    def _for_what(self, job: LiveJob, known: Iterable[int], now: float) -> str:
+    def _for_what(self, job: LiveJob, known: Iterable[int], now: float) -> Reason:
         """Return what a job with unknown speed or length waits for; ``known`` are the sizes with known speed."""
         more = sizes_to_measure(job, self.state.layout, now, self.config)[:1]
         if not known:
-            return "waits for slots that no promise needs, to measure its speed on them"
+            return Reason("waits for slots that no promise needs, to measure its speed on them")
         if job.remaining is None or not more:
-            return "waits for slots that no promise needs, to hear from it how long it is"
-        return (
-            f"its deadline cannot be promised with {_among_sizes(known)}: waits for slots that no promise needs, "
-            f"to measure its speed with {_among_sizes(more)}"
+            return Reason("waits for slots that no promise needs, to hear from it how long it is")
+        return Reason(
+            "its deadline cannot be promised with {known}: waits for slots that no promise needs, to measure its speed "
+            "with {more}",
+            known=_among_sizes(known),
+            more=_among_sizes(more),
         )
 
 
-def among(reasons: Sequence[str]) -> str:
+def among(reasons: Sequence[Reason]) -> Reason:
     """Summarize several reasons for one plan: the first, and the number of others."""
-    return f"{reasons[0]}, and {len(reasons) - 1} more" if len(reasons) > 1 else reasons[0]
+    if len(reasons) == 1:
+        return reasons[0]
+    return Reason("{first}, and {others} more", first=reasons[0], others=len(reasons) - 1)
 
 
 def _among_sizes(sizes: Iterable[int]) -> str:

@@ -25,7 +25,7 @@ from elasticflow_airflow.scheduler_core.model.decisions import (
     Suspend,
     Terms,
 )
-from elasticflow_airflow.scheduler_core.model.explain import workers
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.model.values import (
     Job,
@@ -141,7 +141,7 @@ class Scheduler:
             case ev.JobSubmitted():
                 return self._submitted(event.job, now)
             case ev.WakeUp():
-                return self._decider.replan(now, "the plan of the cluster says so", retry=True)
+                return self._decider.replan(now, Reason("the plan of the cluster says so"), retry=True)
             case ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining():
                 return self._nodes_changed(event, now)
             case ev.RunExpected():
@@ -150,15 +150,14 @@ class Scheduler:
             case ev.RunForgotten():
                 if not self._state.calendar.forget(event.run_id):
                     return self._state.wake(now)
-                return self._decider.replan(now, "a run that was expected does not come", retry=True)
+                return self._decider.replan(now, Reason("a run that was expected does not come"), retry=True)
             case _:
                 job = self._state.jobs.get(event.job_id)
                 if job is None:
                     return self._state.wake(now)
         match event:
             case ev.JobFinished() | ev.JobFailed() | ev.JobCancelled():
-                del self._state.jobs[job.job_id]
-                return self._decider.replan(now, f"{job.job_id} has left", retry=True)
+                return self.ended([event], now)
             case ev.JobProgressed() | ev.GangStarted():
                 return self.reported([event], now)
             case ev.JobMeasured():
@@ -171,7 +170,7 @@ class Scheduler:
                 return self._unparked(job, now)
             case ev.GangLost():
                 self._lose_gang(job, now)
-                return self._decider.replan(now, f"the gang of {job.job_id} was lost", retry=False)
+                return self._decider.replan(now, Reason("the gang of {job:job} was lost", job=job.job_id), retry=False)
             case ev.GangReformed():
                 return self._gang_reformed(job, event.placement, now)
             case ev.SlotSlow():
@@ -205,17 +204,29 @@ class Scheduler:
         if news:
             return out + self._decider.replan(now, among(news), retry=False)
         if self._state.is_due(now):
-            return out + self._decider.replan(now, "the plan of the cluster says so", retry=False)
+            return out + self._decider.replan(now, Reason("the plan of the cluster says so"), retry=False)
         return out + self._state.wake(now)
 
-    def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, measured: list[LiveJob]) -> str:
-        """Process a report; return why to plan again, empty if there is no need. See :meth:`_hear` for ``measured``."""
+    def ended(self, ends: Sequence[ev.JobEnd], now: float) -> list[Decision]:
+        """Process simultaneous ends of several jobs, and plan once for what they leave: see :meth:`handle`."""
+        self._state.calendar.expire(now)
+        left = [end.job_id for end in ends if self._state.jobs.pop(end.job_id, None) is not None]
+        if not left:
+            return self._state.wake(now)
+        return self._decider.replan(now, among([Reason("{job:job} has left", job=job) for job in left]), retry=True)
+
+    def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, measured: list[LiveJob]) -> Reason | None:
+        """Process a report; return why to plan again, None if there is no need. See :meth:`_hear` for ``measured``."""
         job = self._state.jobs.get(event.job_id)
         if job is None:
-            return ""
+            return None
         if isinstance(event, ev.GangStarted):
-            return f"{job.job_id} has started" if self._gang_started(job, event.placement, now) else ""
-        return f"{job.job_id} reported progress" if self._hear(job, event, now, measured) else ""
+            return (
+                Reason("{job:job} has started", job=job.job_id)
+                if self._gang_started(job, event.placement, now)
+                else None
+            )
+        return Reason("{job:job} reported progress", job=job.job_id) if self._hear(job, event, now, measured) else None
 
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
         """Restore live jobs after a crash; promised ones stay promised. Only for a scheduler without jobs.
@@ -247,7 +258,7 @@ class Scheduler:
         spanning = any(len({slot.node_id for slot in job.placement.slots}) > 1 for job in self._state.jobs.values())
         if spanning:
             self._state.change_nodes(list(self._state.nodes.values()))
-        return out + self._decider.replan(now, "the scheduler was restarted", retry=True)
+        return out + self._decider.replan(now, Reason("the scheduler was restarted"), retry=True)
 
     def recall(self, jobs: Iterable[Job]) -> None:
         """Learn from jobs with deadlines that were submitted and ended before a restart; in order of submission.
@@ -262,17 +273,18 @@ class Scheduler:
         if job.job_id in self._state.jobs:
             raise ValueError(f"job {job.job_id!r} is live already; a new incarnation needs the old one to end first")
         if job.curve is None and not job.profile and job.deadline_s is not None:
-            reason = "its speed is not known and cannot be measured (a script that reports nothing)"
-            return self._decider.take_best_effort(
-                self._decider.newcomer(job, now), now, f"{reason}: runs as best effort; no deadline is kept"
+            reason = Reason(
+                "its speed is not known and cannot be measured (a script that reports nothing): runs as best effort; "
+                "no deadline is kept"
             )
+            return self._decider.take_best_effort(self._decider.newcomer(job, now), now, reason)
         live = self._decider.newcomer(job, now)
         run = self._state.calendar.take(job.task, now)
         if run is not None:
             live.foreseen = True
             live.reservation = self._state.reservations.pop(stand_in_id(run.run_id), None)
         if job.deadline_s is None:
-            return self._decider.take_best_effort(live, now, "best effort: runs on slots that no promise needs")
+            return self._decider.take_best_effort(live, now, Reason("best effort: runs on slots that no promise needs"))
         if job.curve is None:
             return self._decider.begin_profiling(live, now)
         return self._decider.decide(live, now)
@@ -336,7 +348,9 @@ class Scheduler:
                 job.learn(event.workers, event.steps_per_s, self.config)
             job.changed()
             state.late.add(job.job_id)
-            return self._decider.replan(now, f"{job.job_id} was measured with {event.workers}", retry=False)
+            return self._decider.replan(
+                now, Reason("{job:job} was measured with {workers}", job=job.job_id, workers=event.workers), retry=False
+            )
         if usable and event.steps_per_s is not None:
             job.measured[event.workers] = event.steps_per_s
             job.take_measured(self.config)
@@ -351,7 +365,13 @@ class Scheduler:
             job.job, job.course = replace(job.job, max_workers=event.max_workers), None
             self._state.broken = self._state.broken or job.promised
             job.changed()
-            return self._decider.replan(now, f"at most {event.max_workers} workers can train {job.job_id}", retry=True)
+            return self._decider.replan(
+                now,
+                Reason(
+                    "at most {max_workers} workers can train {job:job}", max_workers=event.max_workers, job=job.job_id
+                ),
+                retry=True,
+            )
         state, before = self._state, job.job
         value = before.value if event.value is None else event.value
         if event.best_effort:
@@ -364,7 +384,7 @@ class Scheduler:
             job.changed()
             return [
                 Amended(job.job_id, None, value, None),
-                *self._decider.replan(now, f"{job.job_id} gave its deadline up", retry=True),
+                *self._decider.replan(now, Reason("{job:job} gave its deadline up", job=job.job_id), retry=True),
             ]
         deadline = before.deadline_s if event.deadline_s is None else event.deadline_s
         asked = before.asked_deadline_s if event.deadline_s is None else None
@@ -378,7 +398,7 @@ class Scheduler:
         if deadline is None or deadline == before.deadline_s or job.phase is not Phase.ADMITTED:
             out: list[Decision] = [Amended(job.job_id, deadline, value, None)]
             return out + (
-                self._decider.replan(now, f"{job.job_id} was amended", retry=True)
+                self._decider.replan(now, Reason("{job:job} was amended", job=job.job_id), retry=True)
                 if job.phase is not Phase.ADMITTED
                 else state.wake(now)
             )
@@ -390,7 +410,7 @@ class Scheduler:
         )
         later = job.promised and before.deadline_s is not None and deadline >= before.deadline_s
         if kept or later:
-            rest = self._decider.replan(now, f"{job.job_id} has another deadline", retry=True)
+            rest = self._decider.replan(now, Reason("{job:job} has another deadline", job=job.job_id), retry=True)
             return [Amended(job.job_id, deadline, value, self._decider.plan_now(job)), *rest]
         was_best_effort, job.best_effort = job.best_effort, False
         job.changed()
@@ -415,10 +435,11 @@ class Scheduler:
         out: list[Decision] = []
         if job.mask:
             job.hold(state.layout, self.config, 0, now)
-            out.append(Suspend(job.job_id, "parked: its owner is away, so it holds nothing until one is back"))
+            reason = Reason("parked: its owner is away, so it holds nothing until one is back")
+            out.append(Suspend(job.job_id, reason))
         job.parked_from, job.phase = job.phase, Phase.PARKED
         job.course, job.profiling = None, None
-        return out + self._decider.replan(now, f"{job.job_id} is parked", retry=True)
+        return out + self._decider.replan(now, Reason("{job:job} is parked", job=job.job_id), retry=True)
 
     def _unparked(self, job: LiveJob, now: float) -> list[Decision]:
         state = self._state
@@ -431,10 +452,10 @@ class Scheduler:
             verdict = self._decider.ask(job, now)
             if verdict.draft is not None:
                 out: list[Decision] = []
-                why = f"the owner of {job.job_id} is back"
+                why = Reason("the owner of {job:job} is back", job=job.job_id)
                 self._decider.complete_and_adopt(state.planner(now), verdict.draft, now, out, why)
                 return out + state.wake(now)
-        return self._decider.replan(now, f"the owner of {job.job_id} is back", retry=True)
+        return self._decider.replan(now, Reason("the owner of {job:job} is back", job=job.job_id), retry=True)
 
     def _gang_started(self, job: LiveJob, placement: Placement, now: float) -> bool:
         """Record that a gang makes steps; return whether to plan again because that was not expected now."""
@@ -475,7 +496,11 @@ class Scheduler:
             end = max((h.end_s for h in job.course.holdings), default=now)
             job.course = job.course._replace(holdings=(Holding(now, max(end, now + 2 * TOLERANCE_S), mask),))
             state.late.add(job.job_id)
-        return self._decider.replan(now, f"{job.job_id} goes on with {workers(placement.workers)}", retry=False)
+        return self._decider.replan(
+            now,
+            Reason("{job:job} goes on with {workers:#worker}", job=job.job_id, workers=placement.workers),
+            retry=False,
+        )
 
     def _lose_gang(self, job: LiveJob, now: float) -> None:
         state = self._state
@@ -500,7 +525,11 @@ class Scheduler:
         state.change_nodes(nodes_avoiding(state.nodes, event).values())
         if job.course is not None:
             state.late.add(job.job_id)
-        return self._decider.replan(now, f"a worker of {job.job_id} is slow on {node_id}:{index}", retry=False)
+        return self._decider.replan(
+            now,
+            Reason("a worker of {job:job} is slow on {node_id}:{index}", job=job.job_id, node_id=node_id, index=index),
+            retry=False,
+        )
 
     def _nodes_changed(self, event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining, now: float) -> list[Decision]:
         state = self._state

@@ -21,7 +21,8 @@ from elasticflow_airflow.scheduler_core.model.decisions import (
     Suspend,
     WakeMeAt,
 )
-from elasticflow_airflow.scheduler_core.model.explain import change, workers
+from elasticflow_airflow.scheduler_core.model.explain import change
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.recurring_work import Calendar, CalendarPolicy, stand_in_id
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase, Placement
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, course_of
@@ -192,7 +193,7 @@ class SchedulerState:
 
     # -- adopting ------------------------------------------------------------------------------------------------
 
-    def adopt(self, draft: Draft, now: float, out: list[Decision], why: str) -> None:
+    def adopt(self, draft: Draft, now: float, out: list[Decision], why: Reason) -> None:
         """Store the courses of ``draft`` and order the sizes that they have now."""
         self._store(draft)
         out += who_is_at_risk(self.jobs.values(), self.config, now)
@@ -235,7 +236,7 @@ class SchedulerState:
         if draft.shares is not None:
             self.broken = False
 
-    def _order(self, now: float, out: list[Decision], why: str) -> None:
+    def _order(self, now: float, out: list[Decision], why: Reason) -> None:
         """Resize and suspend jobs so that each holds the slots that its course has now."""
         wanted: list[tuple[int, int, LiveJob, int]] = []
         for job in self.jobs.values():
@@ -263,7 +264,7 @@ class SchedulerState:
                 self.late.add(item[2].job_id)
         for _, _, job, target in wanted:
             if target == 0:
-                out.append(Suspend(job.job_id, f"gives up its slots: {why}"))
+                out.append(Suspend(job.job_id, Reason("gives up its slots: {why}", why=why)))
         for _, _, job, target in wanted:
             if target:
                 self._resize(job, target, now, out, why)
@@ -271,7 +272,7 @@ class SchedulerState:
                 job.hold(self.layout, self.config, 0, now)
                 job.profiling = None
 
-    def _resize(self, job: LiveJob, target: int, now: float, out: list[Decision], why: str) -> None:
+    def _resize(self, job: LiveJob, target: int, now: float, out: list[Decision], why: Reason) -> None:
         work = job.work(self.layout, self.config)
         before, after = job.mask.bit_count(), target.bit_count()
         cost = work.standstill_s(now)
@@ -282,14 +283,23 @@ class SchedulerState:
         purpose = Purpose.PROFILE if job.phase is Phase.PROFILING else Purpose.TRAIN
         job.hold(self.layout, self.config, target, now)
         if purpose is Purpose.PROFILE and not is_measured_at(job, after):
-            reason = f"trains with {workers(after)} on slots that nobody needs, until it can be measured with more"
+            reason = Reason(
+                "trains with {after:#worker} on slots that nobody needs, until it can be measured with more",
+                after=after,
+            )
         elif purpose is Purpose.PROFILE:
             job.profiling = ProfilingRun(after, now + window_s(job, self.config))
-            reason = f"measures its speed with {after} on slots that no promise needs"
-            reason += ": its curve alone is not sure enough for a promise" if job.trial else ""
+            unsure = ": its curve alone is not sure enough for a promise" if job.trial else ""
+            reason = Reason(
+                "measures its speed with {after} on slots that no promise needs{unsure}", after=after, unsure=unsure
+            )
         elif after > before > 0 and unmeasured(job, after):
             job.failed_sizes.add(after)  # only one trial; if its speed gets known, it is in the curve
-            reason = f"tries {workers(after)} instead of {before}: its speed there is not known, and slots are idle"
+            reason = Reason(
+                "tries {after:#worker} instead of {before}: its speed there is not known, and slots are idle",
+                after=after,
+                before=before,
+            )
         else:
             reason = change(before, after, cost_s=cost, saved_s=saved, end_s=end, why=why)
         out.append(Resize(job.job_id, job.placement, purpose, reason))

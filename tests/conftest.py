@@ -11,6 +11,7 @@ from hypothesis.internal.conjecture import providers
 from support.skips import (  # noqa: F401  (hooks)
     pytest_configure,
     pytest_make_collect_report,
+    pytest_runtest_setup,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
@@ -41,7 +42,7 @@ TRAINING = ("demo/", "runtime/", "service/*_local.py", "upgrade/")
 """Where slow tests train for long, with workers that need the cores. Those of the engines train, too, but little: with
 them both processes have as much to do."""
 STACK = "tests/airflow/stack"
-LONGEST = (STACK, "tests/demo/")
+LONGEST = (STACK, "tests/demo/", "tests/service/test_soak.py")
 
 
 class Rooms(LoadScopeScheduling):

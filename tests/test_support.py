@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 
 import pytest
@@ -47,6 +48,21 @@ def test_a_run_that_skipped_nothing_says_nothing_of_it(pytester: pytest.Pytester
     pytester.makepyfile("def test_runs(): pass")
     result = pytester.runpytest_inprocess("-p", "support.skips", "-p", "no:cacheprovider")
     assert "skipped, and why" not in result.stdout.str()
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_run_whose_time_is_over_begins_no_test_says_so_and_has_failed(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others take seconds in each process
+    pytester.makepyfile("def test_one(): pass\ndef test_two(): pass")
+    for until_s, outcome in ((time.time() + 3600.0, {"passed": 2}), (time.time() - 1.0, {"skipped": 2})):
+        monkeypatch.setenv("TESTS_BEGIN_UNTIL", str(until_s))
+        options = ["-p", "support.skips", "-p", "no:cacheprovider", "-p", "xdist.plugin", "-n", str(processes)]
+        result = pytester.runpytest_inprocess(*options)
+        result.assert_outcomes(**outcome)
+        assert result.ret == (1 if "skipped" in outcome else 0)
+    assert "2 tests: NOT RUN, as the time that this run was given is over" in result.stdout.str()
 
 
 def test_who_is_done_with_its_own_room_helps_out_in_the_other(

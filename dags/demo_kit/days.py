@@ -48,8 +48,13 @@ class TaskNews:
 def run_days(watcher: Watcher) -> list[Day]:
     """Run the DAG for each day, until one fails; today is the last one."""
     gflops = pace.measure(SLOTS)
-    stretch = pace.stretch_for(gflops)
-    slow = f": slow, or busy, so the deadlines are {stretch:.1f} times as far away as usual" if stretch > 1.1 else ""
+    stretch, rows, epochs = pace.stretch_for(gflops), pace.rows_for(gflops), pace.epochs_for(gflops)
+    slow = (
+        f": slow, or busy, so it trains on {rows} texts instead of {pace.ROWS},"
+        f" and deadlines are {stretch:.1f} times as far away as usual"
+        if stretch > 1.1
+        else ""
+    )
     watcher.line(f"this machine: {gflops:.0f} GFLOP/s on each of {SLOTS} slots{slow}")
     watcher.line("starting a private Airflow ...")
     initdb()
@@ -64,8 +69,8 @@ def run_days(watcher: Watcher) -> list[Day]:
         quick_by, publish_by = (datetime.now(UTC) + timedelta(seconds=stretch * s) for s in due_s)
         watcher.line(f"Day {number}: the run of {run_of:%Y-%m-%d}", "bold")
         watcher.line(f"  due: finetune_quick {clock(quick_by)}, publish (after finetune_thorough) {clock(publish_by)}")
-        conf = {"quick_by": quick_by.isoformat(), "publish_by": publish_by.isoformat()}
-        run = dag.test(logical_date=run_of, run_conf={**conf, "thorough_epochs": pace.epochs_for(gflops)})
+        due = {"quick_by": quick_by.isoformat(), "publish_by": publish_by.isoformat()}
+        run = dag.test(logical_date=run_of, run_conf={**due, "train_rows": rows, "thorough_epochs": epochs})
         watcher.look()
         watcher.line(f"the DAG run of {run_of:%Y-%m-%d} has ended: {run.state}", "bold")
         days.append(Day(f"{run_of:%Y-%m-%d}", str(run.state), watcher.outcomes_of(run.run_id)))

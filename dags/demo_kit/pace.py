@@ -1,7 +1,8 @@
 """How fast is this machine? A second of matrix products of the model's shapes, on all cores.
 
-The demo's deadlines are made for two ordinary cores. Where they are slower, or busy, the same promises could not be
-kept: then the deadlines are stretched by as much, and the demo says so. Needs numpy only.
+The demo is made for two ordinary cores. Where they are slower, or busy, it trains on fewer texts and for fewer epochs,
+so that it takes about as long; what is left cannot shrink, so deadlines are stretched as well. It says so. Needs numpy
+only.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ REFERENCE_GFLOPS = 60.0
 """What the deadlines are made for: products of this size (float32) on each slot, in GFLOP/s."""
 MOST = 5.0
 """Deadlines are stretched by this factor at most."""
-EPOCHS, MOST_EPOCHS = 3, 20
-"""Epochs of the thorough training on an ordinary machine, and at most on a fast one."""
+FEWEST_EPOCHS, EPOCHS, MOST_EPOCHS = 2, 3, 20
+"""Epochs of the thorough training on a slow machine, on an ordinary one, and at most on a fast one."""
+FEWEST_ROWS, ROWS = 576, 1152
+"""Texts to train on, on a slow machine and on an ordinary one: with fewer the models would learn too little."""
+_ROWS_STEP = 96
+"""Texts come in whole batches, as many of each class."""
 _SHAPE = (1536, 384, 1536)
 _SECONDS = 1.0
 
@@ -27,7 +32,13 @@ def stretch_for(gflops: float) -> float:
 
 def epochs_for(gflops: float) -> int:
     """How many epochs keep a training of this speed busy for long enough that there is something to schedule."""
-    return min(MOST_EPOCHS, round(EPOCHS * max(1.0, gflops / REFERENCE_GFLOPS) ** 0.7))
+    return max(FEWEST_EPOCHS, min(MOST_EPOCHS, round(EPOCHS * (gflops / REFERENCE_GFLOPS) ** 0.7)))
+
+
+def rows_for(gflops: float) -> int:
+    """How many texts a machine of this speed trains on."""
+    fitting = round(ROWS * gflops / REFERENCE_GFLOPS / _ROWS_STEP) * _ROWS_STEP
+    return max(FEWEST_ROWS, min(ROWS, fitting))
 
 
 def measure(slots: int) -> float:

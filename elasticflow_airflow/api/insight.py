@@ -12,12 +12,13 @@ from pydantic import Field, model_validator
 from elasticflow_airflow import bounds
 from elasticflow_airflow.api import ForecastAnswer, JobStatus, SlotStatus, Verdict, Wire
 from elasticflow_airflow.api.fields import HorizonH, MapIndex, Name, NodeCount, UtcSeconds, refuse
+from elasticflow_airflow.api.status import Mention, Telling
 
 REDACTED = "***"
 """Replaces a value that is not shown because it may be secret."""
 
 
-class Span(Wire):
+class Span(Telling):
     """A job on its slots for a period of time: one generation of workers, or one segment of a plan.
 
     ``slots`` are [node, index]; a plan lists only the slots that are already fixed. ``running_at`` is when the workers
@@ -45,7 +46,7 @@ class Span(Wire):
     reason: str = ""
 
 
-class Admission(Wire):
+class Admission(Telling):
     """One submission and the decision of admission control."""
 
     job_id: str
@@ -64,18 +65,6 @@ class Admission(Wire):
     reason: str = ""
 
 
-class NamedTask(Wire):
-    """The position of a task's name in a sentence (``length`` characters from ``at``), and the task's owner.
-
-    A caller that shows the sentence to users must check what they may read.
-    """
-
-    at: int
-    length: int
-    namespace: str
-    dag_id: str
-
-
 class ClusterNow(Wire):
     """The current state of the cluster: every slot with its holder, and all live jobs."""
 
@@ -84,8 +73,8 @@ class ClusterNow(Wire):
     jobs: list[JobStatus]
     why: dict[str, str] = Field(default_factory=dict)
     """One sentence by job id, as in ``JobStory.why``."""
-    why_names: dict[str, list[NamedTask]] = Field(default_factory=dict)
-    """The tasks that the sentence names, in order, by job id."""
+    why_names: dict[str, list[Mention]] = Field(default_factory=dict)
+    """What the sentence mentions, in order, by job id."""
 
 
 class DagAsked(Wire):
@@ -208,8 +197,8 @@ class JobStory(Wire):
     incarnations: int
     why: str
     """One sentence: why the job has its size or why it waits, and until when."""
-    why_names: list[NamedTask] = Field(default_factory=list)
-    """The tasks that the sentence names, in order."""
+    why_names: list[Mention] = Field(default_factory=list)
+    """What the sentence mentions, in order."""
     submission: dict[str, Any]
     """The submission, without secrets and without values of environment variables."""
     generations: list[Span]

@@ -37,10 +37,33 @@ class State(StrEnum):
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED, State.REJECTED)
 
 
+class Mention(Wire):
+    """A part of a sentence that not every user may read: ``length`` characters from ``at``.
+
+    It is the id of a job (``job_id``), the name of a task of a DAG (``namespace``, ``dag_id``), or, with neither, words
+    that may name anything, such as an error message. Who shows the sentence must check what the reader may see.
+    """
+
+    at: int
+    length: int
+    job_id: str | None = None
+    namespace: str = ""
+    dag_id: str = ""
+
+
+class Telling(Wire):
+    """A message with sentences. ``mentions``, by field of a sentence: its parts that not every user may read, in order.
+
+    Of a sentence whose field is missing there, nothing is known: an older service wrote it.
+    """
+
+    mentions: dict[str, list[Mention]] = Field(default_factory=dict)
+
+
 AdmissionDecision = Literal["admitted", "best_effort", "renegotiated", "rejected", "undecided"]
 
 
-class Verdict(Wire):
+class Verdict(Telling):
     """The decision of admission control."""
 
     decision: AdmissionDecision
@@ -67,7 +90,7 @@ class JobResult(Wire):
     rescales: int = 0
 
 
-class JobStatus(Wire):
+class JobStatus(Telling):
     """The full status of a job."""
 
     job_id: str
@@ -153,7 +176,7 @@ class AmendRequest(Wire):
     best_effort: Switch = False
 
 
-class AmendAnswer(Wire):
+class AmendAnswer(Telling):
     """Whether the amendment was accepted; if not, the earliest deadline that would be."""
 
     accepted: bool
@@ -170,7 +193,7 @@ class DryRun(Wire):
     projected_finish_at: float | None = None
 
 
-class Event(Wire):
+class Event(Telling):
     """One row of the event log: what changed and why."""
 
     event_id: int

@@ -78,6 +78,23 @@ class JobIdentity(Wire):
         return json.dumps([self.namespace, self.dag_id, self.task_id, self.map_index])
 
 
+def owner_of(recurring_key: str) -> tuple[str, str]:
+    """Return the namespace and the DAG id of a task."""
+    return task_of(recurring_key)[:2]
+
+
+def task_of(recurring_key: str) -> tuple[str, str, str]:
+    """Return namespace, DAG id and task id of a task, without the index of a mapped instance."""
+    namespace, dag_id, task_id, _ = json.loads(recurring_key)
+    return str(namespace), str(dag_id), str(task_id)
+
+
+def name_of(recurring_key: str) -> str:
+    """Return the readable name of a task."""
+    _, dag_id, task_id, map_index = json.loads(recurring_key)
+    return f"{dag_id}.{task_id}" + (f"[{map_index}]" if map_index >= 0 else "")
+
+
 class Command(Wire):
     """What a worker runs: ``script`` is a path inside the snapshot, or ``module`` is imported from it."""
 

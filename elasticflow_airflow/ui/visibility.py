@@ -8,7 +8,7 @@ be wrong.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from elasticflow_airflow.api.insight import (
     ClusterNow,
     DagTotals,
     JobStory,
-    NamedTask,
     Span,
     WhatIf,
 )
+from elasticflow_airflow.api.status import Mention
 
 SOMEBODY = "another job"
 _ASIDE = "A job that you may not see is set aside, as the service failed on it; all others go on."
@@ -62,17 +62,25 @@ class VisibilityFilter:
     def text(self, text: str) -> str:
         """Return a text for this user. Hidden names are replaced: job ids in reasons, and dag.task as people write it.
 
-        Sentences of the service that name tasks come with the positions of the names; see ``sentence``.
+        Only for words that are not the service's own, and for sentences of older services: others come with the
+        positions of what they mention; see ``sentence``.
         """
         named = _JOB_ID.sub(lambda found: self.names.get(found.group(), SOMEBODY), text)
         return _TASK.sub(lambda found: SOMEBODY if self._hides(found.group()) else found.group(), named)
 
-    def sentence(self, text: str, named: Sequence[NamedTask]) -> str:
-        """Return a sentence without the names of tasks that the user may not read; ``named`` has the positions."""
-        for one in sorted(named, key=lambda one: -one.at):
-            if not self._mine(one):
-                text = text[: one.at] + SOMEBODY + text[one.at + one.length :]
+    def sentence(self, text: str, mentions: Iterable[Mention]) -> str:
+        """Return a sentence without the names that the user may not read; jobs get the names of their tasks."""
+        for one in sorted(mentions, key=lambda one: -one.at):
+            until = one.at + one.length
+            text = text[: one.at] + self._shown(text[one.at : until], one) + text[until:]
         return text
+
+    def _shown(self, words: str, mention: Mention) -> str:
+        if mention.job_id is not None:
+            return self.names.get(mention.job_id, SOMEBODY)
+        if mention.dag_id:
+            return words if self._mine(mention) else SOMEBODY
+        return self.text(words)
 
     def problems(self, problems: list[str]) -> list[str]:
         """Filter the problems of the service and of single jobs. The text of an error may name anything hidden."""
@@ -94,7 +102,11 @@ class VisibilityFilter:
         if isinstance(value, list):
             return [self.plain(one) for one in value]
         if isinstance(value, dict):
-            return {key: self.plain(one) for key, one in value.items()}
+            mentions = value.get("mentions", {})
+            known = {name: map(Mention.model_validate, found) for name, found in mentions.items() if name in value}
+            sentences = {name: self.sentence(value[name], found) for name, found in known.items()}
+            rest = {key: self.plain(one) for key, one in value.items() if key not in sentences and key != "mentions"}
+            return {**rest, **sentences}
         return value
 
     def cluster(self, now: ClusterNow) -> ClusterNow:
@@ -141,7 +153,7 @@ class VisibilityFilter:
             ".".join(parts[:end]) in self.hidden_dags for end in range(1, len(parts))
         )
 
-    def _mine(self, one: Span | Admission | DagTotals | NamedTask) -> bool:
+    def _mine(self, one: Span | Admission | DagTotals | Mention) -> bool:
         return one.namespace == self.namespace and one.dag_id in self.readable
 
     @staticmethod
@@ -156,7 +168,7 @@ class VisibilityFilter:
         if self._mine(span):
             return span
         names = dict.fromkeys(("job_id", "namespace", "dag_id", "task_id", "run_id", "purpose", "reason"), "")
-        return span.model_copy(update={**names, "map_index": -1, "generation": None, "incarnation": 1})
+        return span.model_copy(update={**names, "mentions": {}, "map_index": -1, "generation": None, "incarnation": 1})
 
     def _foresees(self, item: ForecastItem) -> bool:
         return item.namespace == self.namespace and item.dag_id in self.readable

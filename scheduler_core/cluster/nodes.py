@@ -6,37 +6,39 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Node, Placement
-from elasticflow_airflow.times import moment
 
 
 def nodes_after(
     nodes: Mapping[str, Node], event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining
-) -> tuple[dict[str, Node], str]:
+) -> tuple[dict[str, Node], Reason]:
     """Return the nodes by id after an event, and a phrase that describes the event."""
     after = dict(nodes)
     match event:
         case ev.NodeJoined(node):
             after[node.node_id] = node
-            return after, f"node {node.node_id} is there with {node.slots - len(node.busy)} free slots"
+            free = node.slots - len(node.busy)
+            return after, Reason("node {node} is there with {free} free slots", node=node.node_id, free=free)
         case ev.NodeLost(node_id):
             after.pop(node_id, None)
-            return after, f"node {node_id} is lost"
+            return after, Reason("node {node} is lost", node=node_id)
         case ev.NodeDraining(node_id, until_s):
             if node_id in after:
                 after[node_id] = replace(after[node_id], draining_until_s=until_s)
-            return after, f"node {node_id} goes away at {moment(until_s)}"
+            return after, Reason("node {node} goes away at {until:moment}", node=node_id, until=until_s)
 
 
-def slots_cut_off(placement: Placement, nodes: Mapping[str, Node]) -> str:
-    """Return which slots of a gang are gone because their nodes have fewer slots now, as a sentence; empty: none.
+def slots_cut_off(placement: Placement, nodes: Mapping[str, Node]) -> Reason | None:
+    """Return which slots of a gang are gone because their nodes have fewer slots now; None: none are.
 
     Their workers may still run, so they must be stopped. On a node that is gone there are no workers to stop.
     """
     cut = [slot for slot in placement.slots if slot.node_id in nodes and slot.index >= nodes[slot.node_id].slots]
     if not cut:
-        return ""
-    return f"{', '.join(slot.name for slot in cut)} {'is' if len(cut) == 1 else 'are'} gone: the node is smaller now"
+        return None
+    kind = "{slots} is gone: the node is smaller now" if len(cut) == 1 else "{slots} are gone: the node is smaller now"
+    return Reason(kind, slots=", ".join(slot.name for slot in cut))
 
 
 def nodes_avoiding(nodes: Mapping[str, Node], event: ev.SlotSlow) -> dict[str, Node]:

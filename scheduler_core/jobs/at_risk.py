@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import AtRisk, OnTrack
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S
-from elasticflow_airflow.times import duration, moment
 
 
 def who_is_at_risk(jobs: Iterable[LiveJob], config: SchedulerConfig, now: float) -> Iterator[AtRisk | OnTrack]:
@@ -24,12 +24,16 @@ def who_is_at_risk(jobs: Iterable[LiveJob], config: SchedulerConfig, now: float)
             yield OnTrack(job.job_id, deadline, projected)
         elif not fits and not job.at_risk:
             job.at_risk = True
-            what = (
-                f"projected {moment(projected)}, {duration(projected - deadline)} after the deadline"
-                if projected < INFINITY
-                else f"no slots can be had for it; the deadline is {moment(deadline)}"
+            if projected < INFINITY:
+                what = "projected {projected:moment}, {late:duration} after the deadline"
+            else:
+                what = "no slots can be had for it; the deadline is {deadline:moment}"
+            reason = Reason(
+                f"no longer fits: {what}; it is finished as soon as possible",
+                projected=projected,
+                late=projected - deadline,
+                deadline=deadline,
             )
-            reason = f"no longer fits: {what}; it is finished as soon as possible"
             yield AtRisk(job.job_id, deadline, projected, reason)
 
 

@@ -1,10 +1,11 @@
-"""The decisions of the scheduler: small values, each with the sentence that is shown to users."""
+"""The decisions of the scheduler: small values, each with the reason that is shown to users."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Placement, Plan
 
 
@@ -31,7 +32,7 @@ class Admit:
     terms: Terms
     deadline_s: float | None
     plan: Plan | None
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Reject:
     """
 
     job_id: str
-    reason: str
+    reason: Reason
     earliest_deadline_s: float | None
 
 
@@ -54,7 +55,7 @@ class Wait:
     """
 
     job_id: str
-    reason: str
+    reason: Reason
     until_s: float | None
 
 
@@ -65,7 +66,7 @@ class Resize:
     job_id: str
     placement: Placement
     purpose: Purpose
-    reason: str
+    reason: Reason
     batch_size: int | None = None
     """The global batch size to train with, for a job whose batch size may be chosen (None: the job's own)."""
     beside: bool = False
@@ -77,7 +78,7 @@ class Suspend:
     """The job gives up all its slots for now, keeping its state in a checkpoint."""
 
     job_id: str
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class AmendRejected:
     """The amendment cannot be promised; the previous terms stay in force."""
 
     job_id: str
-    reason: str
+    reason: Reason
     earliest_deadline_s: float | None
 
 
@@ -106,7 +107,7 @@ class AtRisk:
     job_id: str
     deadline_s: float
     projected_s: float
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,13 +178,13 @@ class WakeUp:
     """The time requested with WakeMeAt has come, or the shell wakes the scheduler for its own reasons."""
 
 
+JobEnd = JobFinished | JobFailed | JobCancelled
+
 Event = (
     JobSubmitted
     | JobMeasured
     | JobProgressed
-    | JobFinished
-    | JobFailed
-    | JobCancelled
+    | JobEnd
     | JobAmended
     | JobParked
     | JobUnparked

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.work import INFINITY
-from elasticflow_airflow.times import duration, moment
 
 
 def workers(count: int) -> str:
@@ -11,14 +11,25 @@ def workers(count: int) -> str:
     return f"{count} worker" if count == 1 else f"{count} workers"
 
 
-def change(before: int, after: int, *, cost_s: float, saved_s: float | None, end_s: float, why: str) -> str:
+def is_past(deadline_s: float, now: float) -> Reason:
+    """Return the reason against a deadline before now (both UTC seconds)."""
+    return Reason("the deadline {deadline:moment} is past: it is {now:moment} now", deadline=deadline_s, now=now)
+
+
+def change(before: int, after: int, *, cost_s: float, saved_s: float | None, end_s: float, why: Reason) -> Reason:
     """Return a sentence on what a change of slots does and why."""
-    until = f"; projected end {moment(end_s)}" if end_s < INFINITY else ""
+    until = Reason("; projected end {end:moment}", end=end_s) if end_s < INFINITY else ""
     if before == 0:
-        return f"starts with {workers(after)}: {why}{until}"
+        return Reason("starts with {after:#worker}: {why}{until}", after=after, why=why, until=until)
     if before == after:
-        return f"moves its {workers(after)} to other slots (pause of {duration(cost_s)}): {why}{until}"
+        kind = "moves its {after:#worker} to other slots (pause of {pause:duration}): {why}{until}"
+        return Reason(kind, after=after, pause=cost_s, why=why, until=until)
     if after > before:
-        gain = f"saves {duration(saved_s)} beyond the pause of {duration(cost_s)}; " if saved_s and saved_s > 0 else ""
-        return f"grows from {before} to {workers(after)}: {gain}{why}{until}"
-    return f"shrinks from {before} to {workers(after)} (pause of {duration(cost_s)}): {why}{until}"
+        saves = Reason(
+            "saves {saved:duration} beyond the pause of {pause:duration}; ", saved=saved_s or 0.0, pause=cost_s
+        )
+        kind = "grows from {before} to {after:#worker}: {saves}{why}{until}"
+        gains = saved_s is not None and saved_s > 0
+        return Reason(kind, before=before, after=after, saves=saves if gains else "", why=why, until=until)
+    kind = "shrinks from {before} to {after:#worker} (pause of {pause:duration}): {why}{until}"
+    return Reason(kind, before=before, after=after, pause=cost_s, why=why, until=until)

@@ -14,7 +14,7 @@ from enum import StrEnum
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Reject
-from elasticflow_airflow.scheduler_core.model.explain import workers
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY
 from elasticflow_airflow.scheduler_core.outlook.forecast import (
@@ -28,7 +28,6 @@ from elasticflow_airflow.scheduler_core.outlook.forecast import (
 )
 from elasticflow_airflow.scheduler_core.outlook.node_release import Releasing, UnneededNode, stands
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
-from elasticflow_airflow.times import duration, moment
 
 
 class Need(StrEnum):
@@ -67,7 +66,7 @@ class Want:
 
     need: Need
     deadline_s: float | None
-    reason: str
+    reason: Reason
     job_id: str = ""
     run_id: str = ""
     task: str = ""
@@ -84,7 +83,7 @@ class WantedNodes:
     nodes: int | None
     slots_per_node: int
     gpu_type: str
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,7 @@ class CapacityOutlook:
     releasable: tuple[UnneededNode, ...]
     wanted: WantedNodes | None
     hopeless: tuple[Want, ...]
-    reason: str
+    reason: Reason
 
 
 def capacity(scheduler: Scheduler, now: float, until_s: float, wanting: Iterable[Job] = ()) -> CapacityOutlook:
@@ -131,17 +130,23 @@ def capacity(scheduler: Scheduler, now: float, until_s: float, wanting: Iterable
         )
     released = Releasing(tried, now, until_s).search(standing)
     if not released:
-        said = "no node can go, and nobody wants more" if scheduler.nodes() else "there is no node, and no want"
-        return CapacityOutlook(releasable=(), wanted=None, hopeless=hopeless, reason=_sentence(said, hopeless))
+        idle = "no node can go, and nobody wants more" if scheduler.nodes() else "there is no node, and no want"
+        return CapacityOutlook(releasable=(), wanted=None, hopeless=hopeless, reason=_sentence(Reason(idle), hopeless))
     slots, count = sum(node.slots for node in released), len(released)
-    said = f"{count} of {len(scheduler.nodes())} nodes ({slots} slots) not needed until {moment(until_s)}"
+    said = Reason(
+        "{count} of {nodes} nodes ({slots} slots) not needed until {until:moment}",
+        count=count,
+        nodes=len(scheduler.nodes()),
+        slots=slots,
+        until=until_s,
+    )
     return CapacityOutlook(releasable=tuple(released), wanted=None, hopeless=hopeless, reason=_sentence(said, hopeless))
 
 
-def _sentence(said: str, hopeless: Sequence[Want]) -> str:
+def _sentence(said: Reason, hopeless: Sequence[Want]) -> Reason:
     if not hopeless:
         return said
-    return f"{said}; no further node would help {_counted(hopeless)}"
+    return Reason("{said}; no further node would help {wants}", said=said, wants=_counted(hopeless))
 
 
 def _counted(wants: Iterable[Want]) -> str:
@@ -157,24 +162,28 @@ def _asking(rejected: Iterable[Job], now: float) -> list[Job]:
     return [replace(job, on_reject=OnReject.FAIL, task="") for job in ahead]
 
 
-def _too_late(job: Job, now: float) -> str:
-    """Return why no cluster can be large enough for a resubmitted job; empty if one may be."""
+def _too_late(job: Job, now: float) -> Reason | None:
+    """Return why no cluster can be large enough for a resubmitted job; None if one may be."""
     if job.curve is None or job.partial or job.total_steps is None or job.deadline_s is None:
-        return ""
+        return None
     usable = job.curve.usable(job.min_workers, job.max_workers or max(job.curve.steps_per_s))
     if not usable:
-        return f"its speed is not known for any number of workers that it may have, from {job.min_workers} on"
+        kind = "its speed is not known for any number of workers that it may have, from {least} on"
+        return Reason(kind, least=job.min_workers)
     size, speed = max(usable.items())
     need_s, left_s = job.costs.startup_s + job.total_steps / speed + job.costs.tail_s, job.deadline_s - now
     if need_s <= left_s:
-        return ""
-    return (
-        f"hopeless whatever the cluster: {workers(size)}, its fastest size, need {duration(need_s)}, and"
-        f" {duration(left_s)} are left"
+        return None
+    return Reason(
+        "hopeless whatever the cluster: {size:#worker}, its fastest size, need {need:duration}, and {left:duration} "
+        "are left",
+        size=size,
+        need=need_s,
+        left=left_s,
     )
 
 
-def _rejected(job: Job, reason: str) -> Want:
+def _rejected(job: Job, reason: Reason) -> Want:
     return Want(need=Need.REJECTED, deadline_s=job.deadline_s, reason=reason, job_id=job.job_id)
 
 
@@ -204,19 +213,20 @@ def _wants(scheduler: Scheduler, asking: Sequence[Job], now: float, until_s: flo
     return found
 
 
-def _need_of(job: LiveJob, now: float) -> tuple[Need, str] | None:
-    """Return why a live job wants capacity, with a sentence; None if it has what it needs."""
+def _need_of(job: LiveJob, now: float) -> tuple[Need, Reason] | None:
+    """Return why a live job wants capacity, with its reason; None if it has what it needs."""
     if job.promised:
         outlook = outlook_of(job)
         return (Need.AT_RISK, outlook.reason) if outlook.outcome is Outcome.AT_RISK else None
     if job.phase is Phase.WAITING:
-        return Need.WAITING, "waits for capacity: its deadline cannot be promised yet"
+        return Need.WAITING, Reason("waits for capacity: its deadline cannot be promised yet")
     if job.phase is Phase.PROFILING and job.profiling is None:
-        return Need.UNMEASURED, "waits for slots to measure its speed on"
+        return Need.UNMEASURED, Reason("waits for slots to measure its speed on")
     if stands(job, now):
         return None
     if job.competes:
-        return Need.BEST_EFFORT, f"best effort, and there are no slots for its first {workers(job.least_workers)}"
+        kind = "best effort, and there are no slots for its first {least:#worker}"
+        return Need.BEST_EFFORT, Reason(kind, least=job.least_workers)
     return None
 
 
@@ -228,7 +238,8 @@ def _request(
     if not wants:
         return None, ()
     if shape is None:
-        reason = f"wanted by {_counted(wants.values())}, but there is no node that further ones could be like: add one"
+        kind = "wanted by {wants}, but there is no node that further ones could be like: add one"
+        reason = Reason(kind, wants=_counted(wants.values()))
         return WantedNodes(by=_in_order(wants.values()), nodes=None, slots_per_node=0, gpu_type="", reason=reason), ()
     grown: dict[int, Scheduler] = {0: scheduler}
     unmet: dict[int, Collection[str]] = {}
@@ -252,10 +263,10 @@ def _request(
     if not by:
         return None, out
     if nodes is None:
-        reason = f"no number of further nodes of {shape.slots} slots up to {MOST_NODES} would do for {_counted(by)}"
+        kind = "no number of further nodes of {slots} slots up to {most} would do for {wants}"
     else:
-        more = "node" if nodes == 1 else "nodes"
-        reason = f"{nodes} more {more} of {shape.slots} slots would do for {_counted(by)}"
+        kind = "{nodes:#more node} of {slots} slots would do for {wants}"
+    reason = Reason(kind, nodes=nodes or 0, slots=shape.slots, most=MOST_NODES, wants=_counted(by))
     return WantedNodes(by=by, nodes=nodes, slots_per_node=shape.slots, gpu_type=shape.gpu_type, reason=reason), out
 
 

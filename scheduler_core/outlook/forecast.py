@@ -15,6 +15,7 @@ from enum import StrEnum
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.config import Objective
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, stand_in_id
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, Work
@@ -22,7 +23,6 @@ from elasticflow_airflow.scheduler_core.planning.planner import Planner
 from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, prove
 from elasticflow_airflow.scheduler_core.planning.reservations import beside, place_from, stand_in
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
-from elasticflow_airflow.times import duration, moment
 
 MOST_NODES = 64
 """The largest number of additional nodes that is tried."""
@@ -53,7 +53,7 @@ class Outlook:
 
     outcome: Outcome
     deadline_s: float
-    reason: str
+    reason: Reason
     job_id: str = ""
     run_id: str = ""
     task: str = ""
@@ -191,18 +191,19 @@ def outlook_of(job: LiveJob) -> Outlook:
     if job.phase is not Phase.ADMITTED:
         measured = job.phase is Phase.PROFILING
         state = "its speed is still being measured" if measured else f"it is {job.phase.value}"
-        outcome, reason = Outcome.UNDECIDED, f"not promised yet: {state}"
+        outcome, reason = Outcome.UNDECIDED, Reason("not promised yet: {state}", state=state)
     elif job.at_risk or projected is None or projected > deadline:
         outcome = Outcome.AT_RISK
+        late = 0.0 if projected is None else projected - deadline
         if projected is None:
-            late = "no slots can be had for it"
-        elif projected > deadline:
-            late = f"projected {duration(projected - deadline)} late"
+            trouble = "no slots can be had for it"
+        elif late > 0.0:
+            trouble = "projected {late:duration} late"
         else:
-            late = "it should have ended by now, and has not said so"
-        reason = f"promised, and no longer on course: {late}"
+            trouble = "it should have ended by now, and has not said so"
+        reason = Reason(f"promised, and no longer on course: {trouble}", late=late)
     else:
-        outcome, reason = Outcome.KEPT, f"promised; {duration(deadline - projected)} to spare"
+        outcome, reason = Outcome.KEPT, Reason("promised; {spare:duration} to spare", spare=deadline - projected)
     return Outlook(
         outcome=outcome,
         deadline_s=deadline,
@@ -250,38 +251,41 @@ class _Expecting:
         """Return the outlook of a job that waits for capacity."""
         planner, deadline = self.planner, job.job.deadline_s
         assert deadline is not None  # checked by the caller
-        outlook = Outlook(outcome=Outcome.KEPT, deadline_s=deadline, reason="", job_id=job.job_id, task=job.job.task)
+        outlook = Outlook(
+            outcome=Outcome.KEPT, deadline_s=deadline, reason=Reason(""), job_id=job.job_id, task=job.job.task
+        )
         work = job.work(planner.layout, planner.config)
         work = replace(work, limit_s=deadline - planner.config.deadline_margin_s)
         if not work.sizes:
-            reason = f"waits for capacity: no usable number of workers: it needs at least {job.job.min_workers}"
+            kind = "waits for capacity: no usable number of workers: it needs at least {least}"
+            reason = Reason(kind, least=job.job.min_workers)
             return replace(outlook, outcome=Outcome.MISSED, reason=reason)
         if self._fits(work):
             if planner.config.objective is not Objective.FIRST_COME:
-                reason = (
+                reason = Reason(
                     "not promised yet: it waits, though it would fit, since others are expected that are worth more"
                 )
                 return replace(outlook, outcome=Outcome.UNDECIDED, reason=reason)
             self.taken.append(work)
-            return replace(outlook, reason="waits, and fits beside all that is promised")
-        reason = f"waits for capacity: it does not fit beside {self._others()}"
+            return replace(outlook, reason=Reason("waits, and fits beside all that is promised"))
+        reason = Reason("waits for capacity: it does not fit beside {others}", others=self._others())
         least = planner.now + work.least_time_s()
         earliest = self._earliest(work, max(work.limit_s, least))
         return replace(outlook, outcome=Outcome.MISSED, reason=reason, earliest_deadline_s=earliest)
 
-    def _others(self) -> str:
-        """Return words for the jobs and runs that it does not fit beside."""
+    def _others(self) -> Reason:
+        """Return the jobs and runs that it does not fit beside."""
         jobs = sum(1 for job in self.planner.jobs if job.promised)
-        said = f"{jobs} promised {'job' if jobs == 1 else 'jobs'}"
         more = len(self.taken)
-        return f"{said} and {more} that {'comes' if more == 1 else 'come'} before it" if more else said
+        before = "" if not more else " and 1 that comes before it" if more == 1 else " and {more} that come before it"
+        return Reason("{jobs:#promised job}" + before, jobs=jobs, more=more)
 
     def _take(self, run: ExpectedRun) -> Outlook:
         planner = self.planner
         outlook = Outlook(
             outcome=Outcome.KEPT,
             deadline_s=run.deadline_s,
-            reason="",
+            reason=Reason(""),
             run_id=run.run_id,
             task=run.task,
             due_s=run.due_s,
@@ -298,21 +302,24 @@ class _Expecting:
                 0.0,
             )
             if patient is None:
-                size = f"no usable number of workers: it needs at least {run.min_workers}"
+                size = Reason("no usable number of workers: it needs at least {least}", least=run.min_workers)
                 return replace(outlook, outcome=Outcome.MISSED, reason=size)
             least = patient.release_s + patient.least_time_s()
-            reason = (
-                f"too long even with the cluster to itself: expected from {moment(patient.release_s)}, it needs"
-                f" {duration(patient.least_time_s())} at its fastest"
+            reason = Reason(
+                "too long even with the cluster to itself: expected from {release:moment}, it needs {need:duration} at "
+                "its fastest",
+                release=patient.release_s,
+                need=patient.least_time_s(),
             )
             return self._later(run, replace(outlook, outcome=Outcome.MISSED, reason=reason), patient, least)
         if self._fits(work):
             self.taken.append(work)
-            return replace(outlook, reason="fits beside all that is promised and expected before it")
+            return replace(outlook, reason=Reason("fits beside all that is promised and expected before it"))
         others = sum(1 for job in planner.jobs if job.promised)
-        reason = (
-            f"does not fit beside {others} promised {'job' if others == 1 else 'jobs'} and {len(self.taken)} expected"
-            f" {'run' if len(self.taken) == 1 else 'runs'} that come before it"
+        reason = Reason(
+            "does not fit beside {others:#promised job} and {runs:#expected run} that come before it",
+            others=others,
+            runs=len(self.taken),
         )
         return self._later(run, replace(outlook, outcome=Outcome.MISSED, reason=reason), work, work.limit_s)
 
@@ -327,7 +334,8 @@ class _Expecting:
         if not self._fits(later):
             return missed
         self.taken.append(later)
-        reason = f"{missed.reason}; promised by {moment(agreed)} instead, as it allows"
+        kind = "{missed}; promised by {agreed:moment} instead, as it allows"
+        reason = Reason(kind, missed=missed.reason, agreed=agreed)
         return replace(missed, outcome=Outcome.KEPT, earliest_deadline_s=agreed, reason=reason)
 
     def _fits(self, work: Work) -> bool:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
 from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY
 from elasticflow_airflow.scheduler_core.outlook.forecast import Outcome, fewest, keeps_runs, missed_runs, outlook_of
 from elasticflow_airflow.scheduler_core.planning.plan_draft import mask_at
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
-from elasticflow_airflow.times import moment
 
 _LATER_S = 1.0
 """A job that is late already may not become later by more than this when nodes are released."""
@@ -28,7 +28,7 @@ class UnneededNode:
     node_id: str
     slots: int
     idle: bool
-    reason: str
+    reason: Reason
 
 
 def stands(job: LiveJob, now: float) -> bool:
@@ -91,13 +91,13 @@ class Releasing:
         return fewest(lambda count: not self._can_go(order[: gone + count]), room)
 
     def _tell(self, node: Node, held: int) -> UnneededNode:
-        until = moment(self.until_s)
         if not self.busy:
-            reason = f"no job is live, and no run is expected by {until}"
+            kind = "no job is live, and no run is expected by {until:moment}"
         elif held:
-            reason = f"who holds {held} of its {node.slots} slots can move, and all that is promised by {until} is kept"
+            kind = "who holds {held} of its {slots} slots can move, and all that is promised by {until:moment} is kept"
         else:
-            reason = f"nobody stands on it, and without it all that is promised or expected by {until} is kept"
+            kind = "nobody stands on it, and without it all that is promised or expected by {until:moment} is kept"
+        reason = Reason(kind, until=self.until_s, held=held, slots=node.slots)
         return UnneededNode(node_id=node.node_id, slots=node.slots, idle=not held, reason=reason)
 
     def _can_go(self, nodes: Sequence[Node]) -> bool:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
-from elasticflow_airflow.scheduler_core.model.explain import workers
+from elasticflow_airflow.scheduler_core.model.explain import is_past
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.allocation import share_later, share_now
@@ -23,7 +24,6 @@ from elasticflow_airflow.scheduler_core.planning.planner import Planner
 from elasticflow_airflow.scheduler_core.planning.proof import deadline_order
 from elasticflow_airflow.scheduler_core.planning.protection_price import Protection
 from elasticflow_airflow.scheduler_core.planning.reservations import beside
-from elasticflow_airflow.times import duration, moment
 
 _DOUBLINGS = 6
 
@@ -33,18 +33,22 @@ class AdmissionVerdict:
     """The outcome: a draft with the newcomer, or the reason for a refusal."""
 
     draft: Draft | None
-    reason: str
+    reason: Reason
     earliest_deadline_s: float | None
 
 
-def no_block(job: Job, layout: Layout, now: float) -> str:
-    """Return a sentence for a job that fits no block of the cluster: what it needs, and what exists."""
+def no_block(job: Job, layout: Layout, now: float) -> Reason:
+    """Return the reason of a job that fits no block of the cluster: what it needs, and what exists."""
     largest = layout.largest(layout.usable_at(now))
-    known = f", its speed is known at {sorted(job.curve.steps_per_s)}" if job.curve is not None else ""
-    return (
-        f"no usable number of workers: it needs at least {job.min_workers}"
-        + (f" and at most {job.max_workers}" if job.max_workers else "")
-        + f"{known}, and the largest block of the cluster is {largest} {'slot' if largest == 1 else 'slots'}"
+    most = Reason(" and at most {most}", most=job.max_workers) if job.max_workers else ""
+    sizes = "" if job.curve is None else str(sorted(job.curve.steps_per_s))
+    return Reason(
+        "no usable number of workers: it needs at least {least}{most}{known}, and the largest block of the cluster is "
+        "{largest:#slot}",
+        least=job.min_workers,
+        most=most,
+        known=Reason(", its speed is known at {sizes}", sizes=sizes) if sizes else "",
+        largest=largest,
     )
 
 
@@ -79,7 +83,7 @@ class AdmissionControl:
         tries = self._effort(config.rescue_orders) if self.thorough else 0
         found = self._try(work, deadline - config.deadline_margin_s, tries)
         if found is None and not self.thorough:
-            return AdmissionVerdict(None, "nothing has changed for it", None)
+            return AdmissionVerdict(None, Reason("nothing has changed for it"), None)
         if found is not None:
             return AdmissionVerdict(found, self._why_admitted(found), deadline)
         reason = self._why_not(work, deadline)  # before other deadlines are tried
@@ -89,13 +93,15 @@ class AdmissionControl:
         """Limit the number of tries by their cost, so that decisions stay fast with many jobs."""
         return min(tries, max(2, self.planner.config.rescue_effort // (len(self.planner.jobs) + 1))) if tries else 0
 
-    def _impossible(self, work: Work) -> str | None:
+    def _impossible(self, work: Work) -> Reason | None:
         if not work.sizes:
             return no_block(self.job.job, self.planner.layout, self.planner.now)
         if work.speeds[work.sizes[-1]] <= 0.0:
-            return "its speed is not known, so no deadline can be promised; give scaling_curve= (steps/s by workers)"
+            return Reason(
+                "its speed is not known, so no deadline can be promised; give scaling_curve= (steps/s by workers)"
+            )
         if work.remaining == INFINITY:
-            return (
+            return Reason(
                 "the number of steps is not known, so no deadline can be promised; give steps=, or epochs= and samples="
             )
         return None
@@ -225,34 +231,44 @@ class AdmissionControl:
                     return rounded
         return None
 
-    def _why_admitted(self, draft: Draft) -> str:
+    def _why_admitted(self, draft: Draft) -> Reason:
         course = draft.courses[self.job.job_id]
         first = course.holdings[0]
-        start = "now" if first.start_s <= self.planner.now + TOLERANCE_S else f"at {moment(first.start_s)}"
+        begins = "now" if first.start_s <= self.planner.now + TOLERANCE_S else "at {start:moment}"
         deadline = self.job.job.deadline_s or 0.0
-        return (
-            f"the plan begins {start} with {workers(first.mask.bit_count())} and is done at "
-            f"{moment(course.promised_s)}, {duration(deadline - course.promised_s)} before the deadline "
-            f"{moment(deadline)}"
+        return Reason(
+            f"the plan begins {begins} with {{workers:#worker}} and is done at {{end:moment}}, {{spare:duration}} "
+            f"before the "
+            "deadline {deadline:moment}",
+            start=first.start_s,
+            workers=first.mask.bit_count(),
+            end=course.promised_s,
+            spare=deadline - course.promised_s,
+            deadline=deadline,
         )
 
-    def _why_not(self, work: Work, deadline: float) -> str:
+    def _why_not(self, work: Work, deadline: float) -> Reason:
         """Return which capacity is missing, and when."""
         now = self.planner.now
         limit = deadline - self.planner.config.deadline_margin_s
         if self.priced_out:
-            return (
+            return Reason(
                 "would take slots that jobs which need fewer for the same value are expected to need before "
-                f"{moment(deadline)} (objective: value)"
+                "{deadline:moment} (objective: value)",
+                deadline=deadline,
             )
-        costs = f"start-up {duration(work.startup_s)} and tail {duration(work.tail_s)} included"
+        costs = Reason(
+            "start-up {startup:duration} and tail {tail:duration} included", startup=work.startup_s, tail=work.tail_s
+        )
         if deadline <= now:
-            return f"the deadline {moment(deadline)} is past: it is {moment(now)} now"
+            return is_past(deadline, now)
         if limit <= now:
-            margin = duration(self.planner.config.deadline_margin_s)
-            return (
-                f"hopeless: promises are kept {margin} early, and {duration(deadline - now)} are left before "
-                f"{moment(deadline)}"
+            return Reason(
+                "hopeless: promises are kept {margin:duration} early, and {left:duration} are left before "
+                "{deadline:moment}",
+                margin=self.planner.config.deadline_margin_s,
+                left=deadline - now,
+                deadline=deadline,
             )
         window = limit - now
         enough = None
@@ -265,22 +281,37 @@ class AdmissionControl:
         if enough is None:
             size = work.sizes[-1]
             fastest = "the fastest size that is known of it" if self.job.job.partial else "its fastest size here"
-            return (
-                f"hopeless even with the cluster to itself: {workers(size)}, {fastest}, need "
-                f"{duration(self._least(work))} ({costs}), and {duration(window)} are left before {moment(deadline)}"
+            return Reason(
+                f"hopeless even with the cluster to itself: {{size:#worker}}, {fastest}, need {{need:duration}} "
+                f"({{costs}}), "
+                "and {left:duration} are left before {deadline:moment}",
+                size=size,
+                need=self._least(work),
+                costs=costs,
+                left=window,
+                deadline=deadline,
             )
         size, needed = enough
         base = self._base_draft() or self.stored
         worst, free = self._scarcest(base, size, limit)
         slots = self.planner.layout.usable_at(now).bit_count()
         others = sum(1 for job in self.planner.jobs if job.promised)
-        between = f"between {moment(worst[0])} and {moment(worst[1])}"
-        count = len(self.planner.expected)
-        coming = f" and {count} expected {'runs' if count > 1 else 'run'}" if count else ""
-        have = f"at most {workers(free)} at a time" if free else "none"
-        return (
-            f"needs {workers(size)} for {duration(needed)} ({costs}) before {moment(deadline)}; beside the "
-            f"{others} promised jobs{coming}, of the cluster's {slots} slots {have} can be had {between}"
+        coming = len(self.planner.expected)
+        have = "at most {free:#worker} at a time" if free else "none"
+        return Reason(
+            "needs {size:#worker} for {need:duration} ({costs}) before {deadline:moment}; beside the {others} promised "
+            f"jobs{{coming}}, of the cluster's {{slots}} slots {have} can be had between {{begin:moment}} and "
+            f"{{end:moment}}",
+            size=size,
+            need=needed,
+            costs=costs,
+            deadline=deadline,
+            others=others,
+            coming=Reason(" and {runs:#expected run}", runs=coming) if coming else "",
+            slots=slots,
+            free=free,
+            begin=worst[0],
+            end=worst[1],
         )
 
     def _scarcest(self, draft: Draft, size: int, limit: float) -> tuple[tuple[float, float], int]:

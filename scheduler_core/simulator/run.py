@@ -328,7 +328,7 @@ class Simulation:
                 case de.Reject():
                     wanted[decision.job_id] = ()
                     self._end(run, now, "rejected")
-                    run.record.rejected_s, run.record.reject_reason = now, decision.reason
+                    run.record.rejected_s, run.record.reject_reason = now, str(decision.reason)
                 case de.AtRisk():
                     run.record.at_risk_s = now if run.record.at_risk_s is None else run.record.at_risk_s
                 case _:

@@ -99,7 +99,9 @@ def test_who_sends_the_state_is_killed_over_it(local_bench, job, expected):
     assert started.data["recovered"]
 
 
-@pytest.mark.parametrize("before", [(A,), (A, B)], ids=["grows", "is exchanged"])
+@pytest.mark.parametrize(
+    "before", [pytest.param((A,), id="grows"), pytest.param((A, B), id="is exchanged", marks=pytest.mark.soak)]
+)
 def test_who_takes_the_state_over_is_killed_over_it(local_bench, job, expected, before):
     """Where it was to take another's place, that other one is there still."""
     bench, victim = local_bench, "g000002-r001"

@@ -111,7 +111,7 @@ def test_a_supervisor_that_is_killed_takes_its_workers_along(pooled: LocalBench)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["killed", "killed while it imports", "hanging"])
+@pytest.mark.parametrize("what", ["killed", "killed while it imports", pytest.param("hanging", marks=pytest.mark.soak)])
 def test_a_pool_that_does_not_serve_delays_a_job_at_most(local_bench: LocalBench, what: str) -> None:
     bench = local_bench
     bench.engine.close()

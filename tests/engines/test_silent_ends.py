@@ -111,7 +111,11 @@ def test_a_process_that_was_forked_keeps_no_finished_training(local_bench: Local
     ("what", "said"),
     [
         ("multiprocessing.Process(target=time.sleep, args=(600,)).start()", "its processes "),
-        ("threading.Thread(target=time.sleep, args=(600,), name='uploads').start()", "its threads uploads;"),
+        pytest.param(
+            "threading.Thread(target=time.sleep, args=(600,), name='uploads').start()",
+            "its threads uploads;",
+            marks=pytest.mark.soak,
+        ),
         ("atexit.register(time.sleep, 600)", "its functions registered with atexit;"),
     ],
 )

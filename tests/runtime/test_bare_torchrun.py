@@ -82,7 +82,7 @@ os.write(1, f"RESULT {trainer.strategy.session.rank} {digest} {len(values)}\\n".
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_lightning_logs_as_much_with_two_workers_as_with_one(tmp_path: Path) -> None:
     """Whatever the steps log, all workers hear of it: 40 names, 8 logical workers, 4 micro-batches each."""
     pytest.importorskip("lightning.pytorch", reason="PyTorch Lightning is not installed: pip install lightning")

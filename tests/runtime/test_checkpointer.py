@@ -412,8 +412,10 @@ def test_the_writer_ends_with_its_trainer(tmp_path, how):
 def test_kills_at_any_moment_leave_a_valid_checkpoint(tmp_path):
     """Trainer or writer, while saves follow each other without a pause."""
     chaos = random.Random(4)
-    newest = 0
-    for attempt in range(12):
+    newest = -1
+    for attempt in range(60):
+        if attempt >= 9 and newest > 3:  # a busy machine saves less often in half a second
+            break
         trainer = subprocess.Popen(
             [sys.executable, "-c", TRAINER, str(tmp_path), "plain"], stdout=subprocess.PIPE, text=True
         )
@@ -427,8 +429,8 @@ def test_kills_at_any_moment_leave_a_valid_checkpoint(tmp_path):
             finally:
                 trainer.kill()
         found = promoted(tmp_path, pytest.fail)
-        assert found is not None
-        newest = max(newest, found.step)
+        assert found is not None or newest < 0
+        newest = max(newest, -1 if found is None else found.step)
     assert newest > 3
 
 

@@ -176,6 +176,6 @@ def test_the_example_pads_little_and_trains_the_same_with_any_number_of_workers(
     assert found is not None, done.stdout
     assert float(found[1]) > 0.7
     assert float(found[2]) < 0.05
-    arguments = ["--global-batch-size", "32", "--steps", "12", "--workers", "1,2,4"]
+    arguments = ["--global-batch-size", "32", "--steps", "6", "--workers", "1,4"]
     assert consistency_check.main([str(EXAMPLE), *arguments]) == 0
-    assert "the same, bit for bit, with 1, 2, 4 workers" in capsys.readouterr().out
+    assert "the same, bit for bit, with 1, 4 workers" in capsys.readouterr().out

@@ -138,7 +138,7 @@ def test_any_number_of_workers_trains_the_same_bits(gang, expected, workers):
     used_once(run)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_mixed_precision_and_the_other_name(gang):
     """bfloat16, and the package called pytorch_lightning."""

@@ -222,8 +222,10 @@ def test_one_two_one_workers_train_as_one(stages, service, undisturbed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "consistency"),
-    [([(1, 2), (2, 3), (4, 7), (1, STEPS)], "consistent"), ([(3, 0), (1, 8), (2, STEPS)], "fast")],
-    ids=["1-2-4-1", "3-1-2-fast"],
+    [
+        pytest.param([(1, 2), (2, 3), (4, 7), (1, STEPS)], "consistent", id="1-2-4-1", marks=pytest.mark.soak),
+        pytest.param([(3, 0), (1, 8), (2, STEPS)], "fast", id="3-1-2-fast"),
+    ],
 )
 def test_any_numbers_of_workers_train_as_one(stages, service, undisturbed, schedule, consistency, monkeypatch):
     monkeypatch.setenv("TEST_LOADERS", "1")

@@ -120,7 +120,7 @@ def test_a_newcomer_must_fit_beside_what_is_expected():
     scheduler.handle(ev.RunExpected(expected()), 0.0)
     refused = verdict(scheduler, greedy(), 0.0)
     assert isinstance(refused, Reject)
-    assert "1 expected run" in refused.reason
+    assert "1 expected run" in str(refused.reason)
     offer = refused.earliest_deadline_s
     assert offer is not None
     assert isinstance(verdict(scheduler, job("patient", 0.0, offer, 4200.0), 0.0), Admit)
@@ -266,7 +266,7 @@ def test_a_forecast_says_how_much_is_missing():
     assert (found.extra_nodes, found.extra_slots) == (2, 4)
     missed = [one for one in found.outlooks if one.outcome is Outcome.MISSED]
     assert all(1140.0 <= (one.earliest_deadline_s or 0.0) <= 1215.0 for one in missed)
-    assert "does not fit beside 0 promised jobs and 1 expected run " in missed[0].reason
+    assert "does not fit beside 0 promised jobs and 1 expected run " in str(missed[0].reason)
     assert len(scheduler.expected_runs()) == 3
 
 
@@ -276,7 +276,7 @@ def test_a_forecast_knows_what_no_capacity_helps():
     found = forecast(copy.deepcopy(scheduler), 0.0, 5000.0)
     (one,) = found.outlooks
     assert one.outcome is Outcome.MISSED
-    assert "too long even with the cluster to itself" in one.reason
+    assert "too long even with the cluster to itself" in str(one.reason)
     assert one.earliest_deadline_s == pytest.approx(2000.0, abs=61.0)
     assert found.extra_nodes is None
 
@@ -316,7 +316,7 @@ def test_a_forecast_says_what_is_missing_for_jobs_that_wait():
         "first": Outcome.MISSED,
         "second": Outcome.MISSED,
     }
-    assert outlooks["first"].reason == "waits for capacity: it does not fit beside 1 promised job"
+    assert str(outlooks["first"].reason) == "waits for capacity: it does not fit beside 1 promised job"
     assert outlooks["first"].earliest_deadline_s == pytest.approx(1500.0, abs=60.0)
     assert (found.extra_nodes, found.extra_slots) == (1, 4)
 
@@ -355,7 +355,7 @@ def test_with_an_objective_a_job_may_wait_though_it_would_fit(monkeypatch: pytes
     scheduler.handle(ev.JobCancelled("holds"), 0.0)
     found = forecast(scheduler, 0.0, 5000.0)
     assert [one.outcome for one in found.outlooks] == [Outcome.UNDECIDED] * 2
-    assert "would fit" in found.outlooks[0].reason
+    assert "would fit" in str(found.outlooks[0].reason)
     assert found.extra_nodes == 0
 
 
@@ -364,7 +364,7 @@ def test_a_forecast_says_that_a_job_is_still_measured():
     asked = Job(job_id="new", submitted_s=0.0, deadline_s=1000.0, total_steps=100.0, curve=None)
     scheduler.handle(ev.JobSubmitted(asked), 0.0)
     found = forecast(copy.deepcopy(scheduler), 0.0, 5000.0)
-    assert [(one.outcome, one.reason) for one in found.outlooks] == [
+    assert [(one.outcome, str(one.reason)) for one in found.outlooks] == [
         (Outcome.UNDECIDED, "not promised yet: its speed is still being measured")
     ]
 

@@ -38,7 +38,7 @@ def starts(scheduler: Scheduler, at_s: float = 10.0) -> list[Resize]:
 def test_idle_slots_are_tried_once_the_gang_trains() -> None:
     (resize,) = starts(running())
     assert resize.placement.workers == 2
-    assert "its speed there is not known" in resize.reason
+    assert "its speed there is not known" in str(resize.reason)
 
 
 def test_a_size_that_is_faster_is_kept() -> None:

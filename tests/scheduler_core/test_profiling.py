@@ -27,7 +27,7 @@ def test_sizes_are_measured_one_after_another_and_then_the_job_is_admitted(make_
     first = only(scheduler.handle(ev.JobSubmitted(make_job(curve=None, steps=1000, deadline=2000)), 0.0), de.Resize)
     assert first.purpose is de.Purpose.PROFILE
     assert first.placement.workers == 1
-    assert "no promise needs" in first.reason
+    assert "no promise needs" in str(first.reason)
     assert scheduler.states()[0].phase is Phase.PROFILING
 
     second = only(scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0), de.Resize)
@@ -55,7 +55,7 @@ def test_a_size_that_fails_is_left_out_and_all_failing_is_a_rejection_that_says_
     scheduler.handle(ev.JobSubmitted(make_job(curve=None)), 0.0)
     assert only(scheduler.handle(ev.JobMeasured("a", 1, None, failed=True), 5.0), de.Resize).placement.workers == 2
     rejected = only(scheduler.handle(ev.JobMeasured("a", 2, None, failed=True), 9.0), de.Reject)
-    assert "scaling_curve=" in rejected.reason
+    assert "scaling_curve=" in str(rejected.reason)
     assert scheduler.states() == ()
 
 
@@ -64,7 +64,7 @@ def test_too_slow_a_measurement_counts_as_failed(make_job, nodes) -> None:
     scheduler = Scheduler(config, nodes(1))
     decisions = scheduler.handle(ev.JobSubmitted(make_job(curve=None)), 0.0)
     assert only(decisions, de.WakeMeAt).at_s == 40.0
-    assert "could be measured" in only(scheduler.handle(ev.WakeUp(), 40.0), de.Reject).reason
+    assert "could be measured" in str(only(scheduler.handle(ev.WakeUp(), 40.0), de.Reject).reason)
 
 
 def test_on_a_full_cluster_profiling_waits_and_is_rejected_in_time(make_job, nodes) -> None:
@@ -76,7 +76,7 @@ def test_on_a_full_cluster_profiling_waits_and_is_rejected_in_time(make_job, nod
     assert waits.until_s == 1800.0  # however fast it is: it has to start, and to save
     none_of(decisions, de.Resize, de.Suspend)
     assert only(decisions, de.WakeMeAt).at_s == 1800.0
-    assert "scaling_curve=" in only(scheduler.handle(ev.WakeUp(), 1800.0), de.Reject).reason
+    assert "scaling_curve=" in str(only(scheduler.handle(ev.WakeUp(), 1800.0), de.Reject).reason)
 
 
 def test_a_job_of_unknown_speed_waits_for_slots_for_as_long_as_its_deadline_bears_it(make_job, nodes) -> None:
@@ -103,7 +103,7 @@ def test_what_one_worker_could_do_refuses_nobody_while_four_may_be_enough(make_j
     decisions = scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0)
     none_of(decisions, de.Reject, de.Admit, de.Suspend, de.Resize)  # it trains on meanwhile
     waits = only(decisions, de.Wait)
-    assert waits.reason == (
+    assert str(waits.reason) == (
         "its deadline cannot be promised with 1 worker: waits for slots that no promise needs, to measure its speed "
         "with 2 workers"
     )
@@ -127,8 +127,8 @@ def test_it_is_refused_once_nothing_that_might_be_measured_could_help(make_job, 
         decisions = scheduler.handle(ev.WakeUp(), now)
         none_of(decisions, de.Wait)
     assert 650 < now < 670  # it trained meanwhile, and so was refused later than had it held nothing
-    assert "could not be measured in time" in rejected[0].reason
-    assert "2 or 4 workers" in rejected[0].reason
+    assert "could not be measured in time" in str(rejected[0].reason)
+    assert "2 or 4 workers" in str(rejected[0].reason)
 
 
 def test_a_job_in_a_hurry_is_measured_only_with_sizes_that_could_keep_its_deadline(make_job, nodes) -> None:
@@ -172,7 +172,7 @@ def test_a_whole_curve_of_earlier_runs_refuses_at_once(make_job, nodes) -> None:
     for curve in ({1: 1.0, 2: 1.5, 4: 1.9}, {1: 1.0, 2: 1.001}):
         scheduler = Scheduler(nodes=nodes(4))
         decisions = scheduler.handle(ev.JobSubmitted(make_job(steps=4000, curve=curve, partial=True)), 0.0)
-        assert "hopeless" in only(decisions, de.Reject).reason
+        assert "hopeless" in str(only(decisions, de.Reject).reason)
 
 
 def test_a_job_that_takes_a_later_deadline_waits_for_its_own_first(make_job, nodes) -> None:
@@ -227,7 +227,7 @@ def test_a_hopeless_measured_job_follows_its_submitters_choice(make_job, nodes) 
         if isinstance(verdict, de.Admit):
             assert verdict.terms is de.Terms.BEST_EFFORT
         else:
-            assert "hopeless" in verdict.reason
+            assert "hopeless" in str(verdict.reason)
             assert verdict.earliest_deadline_s is not None
 
 

@@ -394,7 +394,7 @@ def test_the_first_of_a_crowd_that_takes_the_last_slots_is_promised_and_the_othe
     verdicts = [play.verdict(f"j{number}") for number in range(4)]
     assert [type(verdict) for verdict in verdicts] == [de.Admit, de.Admit, de.Reject, de.Reject]
     assert all(verdict.plan.segments for verdict in verdicts[:2])
-    assert "beside the 2 promised jobs" in verdicts[3].reason
+    assert "beside the 2 promised jobs" in str(verdicts[3].reason)
     play.run()
     assert not play.late()
 

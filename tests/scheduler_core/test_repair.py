@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
@@ -57,3 +59,44 @@ def test_a_promise_at_risk_is_kept_again_once_there_is_room(make_job, nodes) -> 
     decisions = scheduler.handle(ev.NodeJoined(second), 40.0)
     assert of(decisions, de.OnTrack) == [(de.OnTrack, "b")]
     assert scheduler.plan_of("b").finish_s == 120.0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("news", ["starts late", "is slower"])
+def test_who_runs_stays_and_those_that_wait_begin_later(make_job, nodes, slots: int, news: str) -> None:
+    """To give its slots up would cost it another start-up, and once more if it was late only because of that."""
+    scheduler = Scheduler(SchedulerConfig.served(), nodes(slots))
+    names = [f"j{number}" for number in range(4 * slots)]
+    admitted(scheduler, *[make_job(name, steps=20, deadline=600, curve={1: 1.0}, startup=3) for name in names])
+    begun = [state for state in scheduler.states() if state.placement.workers]
+    before = {name: scheduler.plan_of(name) for name in names}
+    assert len(begun) == slots
+    for state in begun:
+        name = state.job.job_id
+        if news == "starts late":
+            decisions = scheduler.handle(ev.GangStarted(name, state.placement), 15.0)
+        else:
+            decisions = scheduler.handle(ev.JobProgressed(name, remaining_steps=18, steps_per_s=0.5), 15.0)
+        assert of(decisions, de.Suspend, de.Resize, de.AtRisk) == []
+        assert len(scheduler.plan_of(name).segments) == 1
+    order = [
+        [name for name, plan in sorted(plans.items(), key=lambda one: (one[1].finish_s, one[0]))]
+        for plans in (before, {name: scheduler.plan_of(name) for name in names})
+    ]
+    assert order[0] == order[1]
+    assert all(scheduler.plan_of(name).finish_s <= before[name].finish_s + 40 for name in names)
+
+
+def test_nobody_waits_longer_than_its_deadline_allows(make_job, nodes) -> None:
+    """The one that waits cannot begin later: the one that runs gives its slots up, and ends in time as well."""
+    scheduler = Scheduler(CONFIG, nodes(1))
+    admitted(scheduler, make_job("runs", steps=20, deadline=50, curve={1: 1.0}, startup=3))
+    scheduler.handle(ev.GangStarted("runs", scheduler.states()[0].placement), 3.0)
+    scheduler.handle(ev.JobSubmitted(make_job("waits", steps=20, deadline=55, curve={1: 1.0}, startup=3)), 4.0)
+    assert [s.job.job_id for s in scheduler.states() if s.placement.workers] == ["runs"]
+    assert isinstance(scheduler.handle(ev.JobAmended("runs", deadline_s=200.0), 4.0)[0], de.Amended)
+    scheduler.handle(ev.JobProgressed("runs", remaining_steps=19, steps_per_s=0.5), 5.0)
+    assert not any(state.at_risk for state in scheduler.states())
+    assert scheduler.plan_of("waits").finish_s <= 55
+    assert scheduler.plan_of("runs").finish_s <= 200
+    assert len(scheduler.plan_of("runs").segments) == 2

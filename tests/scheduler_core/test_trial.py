@@ -28,7 +28,7 @@ def test_what_only_the_told_speed_keeps_is_measured_and_then_promised(make_job: 
     scheduler = Scheduler(SERVED, nodes(1))
     (resize,) = of(submit(scheduler, make_job("a", **TIGHT)), de.Resize)
     assert resize.purpose is de.Purpose.PROFILE
-    assert "not sure enough" in resize.reason
+    assert "not sure enough" in str(resize.reason)
     scheduler.handle(ev.GangStarted("a", resize.placement), 0.0)
     decided = scheduler.handle(ev.JobMeasured("a", 1, 1.0), 20.0)
     assert [d.terms for d in of(decided, de.Admit)] == [de.Terms.DEADLINE]

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import store
 from elasticflow_airflow.service.store.store import Store
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.store.views import amend_answer_of
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 """What the fake engine really does with 1, 2 and 4 workers, in steps/s."""
@@ -219,9 +220,7 @@ class World:
 
     def amend(self, job_id: str, request: AmendRequest) -> AmendAnswer:
         amendment_id = self.job_service.amend(job_id, request)
-        return AmendAnswer(
-            **asdict(self.job_service.answered([amendment_id])[amendment_id]), job=self.job_service.status(job_id)
-        )
+        return amend_answer_of(self.job_service.answered([amendment_id])[amendment_id], self.job_service.status(job_id))
 
     def status(self, job: Attachment | str) -> JobStatus:
         return self.job_service.status(job if isinstance(job, str) else job.job.job_id)

@@ -183,10 +183,10 @@ def test_a_training_grows_loses_a_worker_grows_again_and_makes_room(trial):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_whoever_is_killed_or_hangs_the_others_go_on(trial):
-    job = trial.submit("only", 45, scaling_curve={1: 6.0, 2: 9.0}, max_workers=2)
+    job = trial.submit("only", 30, scaling_curve={1: 6.0, 2: 9.0}, max_workers=2)
     trial.wait(lambda: trial.client.status(job).step > 20, "it trains with both")
     changes = 0
-    for rank, part in ((1, "trainer"), (0, "trainer"), (1, "agent"), (1, "hangs"), (0, "service too")):
+    for rank, part in ((1, "agent"), (1, "hangs"), (0, "service too")):
         worker = trial.worker(job, trial.members(job)[rank])
         if part == "hangs":
             os.kill(worker.trainer.pid, signal.SIGSTOP)
@@ -201,6 +201,6 @@ def test_whoever_is_killed_or_hangs_the_others_go_on(trial):
         trial.changed(job, 1, changes + 1)
         trial.changed(job, 2, changes + 2)
         changes += 2
-    trial.ends(job, 45)
-    assert len(trial.events(job, "worker_lost")) == 5, trial.story()
+    trial.ends(job, 30)
+    assert len(trial.events(job, "worker_lost")) == 3, trial.story()
     assert "held the others up for" in trial.story()

@@ -285,7 +285,7 @@ def test_a_changed_specification_cancels_the_live_job_and_trains_anew_from_nothi
     assert all(len(incarnations) <= 1 for incarnations in alive)
     old, new = world.row(first, 1), world.row(second, 2)
     assert (old.state, new.state) == ("cancelled", "succeeded")
-    assert "submitted again with a changed specification" in old.state_reason
+    assert "submitted again with a changed specification" in str(old.state_reason)
     assert world.events(second, "resumed") == []
 
 

@@ -21,7 +21,7 @@ import pytest
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
 
-KILLS, OWNERS = 24, 3
+KILLS, OWNERS = 15, 3
 JOBS = 2 * OWNERS
 """It goes on until so many have ended, too: a busy machine needs more services for them."""
 AGES_S = ((0.0, 0.4), (0.4, 1.5), (0.5, 3.0))

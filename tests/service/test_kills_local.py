@@ -173,9 +173,9 @@ def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_training_survives_a_service_that_is_killed_again_and_again(trial):
     chance = random.Random(7)
     trial.start()
-    trial.submit("first", 25, deadline_at=time.time() + 500)
-    trial.submit("second", 25)
-    kills, crashed, killed_at = 12, 0, []
+    trial.submit("first", 18, deadline_at=time.time() + 500)
+    trial.submit("second", 18)
+    kills, crashed, killed_at = 8, 0, []
     for kill in range(kills):
         if kill % 2:
             # Right before or after a commit or a call of the engine ...
@@ -193,10 +193,10 @@ def test_training_survives_a_service_that_is_killed_again_and_again(trial):
         trial.start(crash_at=0 if kill % 2 else chance.randint(1, 40))
     assert crashed >= kills // 3
     last_end = trial.finish()
-    assert sum(at < last_end for at in killed_at) >= 10, "the training was too short for these kills"
+    assert sum(at < last_end for at in killed_at) >= 6, "the training was too short for these kills"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_training_goes_on_in_the_same_processes_while_there_is_no_service(trial):
     chance = random.Random(11)
     trial.start()
@@ -204,7 +204,7 @@ def test_training_goes_on_in_the_same_processes_while_there_is_no_service(trial)
     trial.wait(lambda: trial.step(job, 1) > 3, "it trains")
     trainers = trial.trainers(job, 1)
     assert len(trainers) == 2
-    for _ in range(6):
+    for _ in range(3):
         trial.kill()
         step = trial.step(job, 1)
         trial.wait(lambda s=step: trial.step(job, 1) > s + 5, "it makes progress without a service", 30)
@@ -248,7 +248,7 @@ def test_whoever_is_killed_in_the_middle_the_result_is_right(trial):
     trial.settings = {"checkpoint_interval_s": 2, "max_restarts": 10, "max_recoveries": 0}
     trial.start()
     job = trial.submit("only", 15, min_workers=2, scaling_curve={2: 9.0})
-    victims = ("trainer", "agent", "fork server", "supervisor", "service and trainer", "service and supervisor")
+    victims = ("trainer", "fork server", "supervisor", "service and supervisor")
     for number, victim in enumerate(victims):
         generation = number + 1
 

@@ -238,6 +238,35 @@ def test_a_sleeping_machine_costs_a_restart_and_nothing_else(world):
     assert world.status(job).result.steps == 400
 
 
+@pytest.mark.parametrize("tail_s", [1.0, 30.0])
+def test_the_time_for_which_the_service_was_away_is_no_cost_of_a_job(world, tail_s):
+    job = world.submit(steps=400, scaling_curve=CURVE, max_workers=1, lease_s=5000, fake={"tail_s": tail_s})
+    world.until(lambda: world.status(job).step >= 390, "it is nearly done")
+    world.elapsed_s += 120
+    world.now_s += 120
+    world.restart()
+    assert world.ended(job).state == "succeeded"
+    # It may have taken longer than the service saw; that it took less is not known.
+    assert world.row(job).costs.tail_s is None or world.row(job).costs.tail_s < 20
+    following = world.submit(run="next", steps=400, scaling_curve=CURVE, max_workers=1, lease_s=5000)
+    assert world.ended(following).state == "succeeded"
+    assert world.row(following).costs.tail_s < 20
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_start_that_took_long_counts_but_not_the_time_for_which_the_service_was_away(world, away):
+    fake = {"startup_s": 3.0 if away else 60.0}
+    job = world.submit(steps=400, scaling_curve=CURVE, max_workers=1, lease_s=5000, fake=fake)
+    world.step(0.1)
+    if away:
+        world.elapsed_s += 120
+        world.now_s += 120
+        world.restart()
+    assert world.ended(job).state == "succeeded"
+    startup_s = world.row(job).costs.startup_s
+    assert startup_s is None or startup_s < 20 if away else startup_s > 50
+
+
 @pytest.mark.trouble
 @pytest.mark.parametrize("wrong", [EngineError("no"), RuntimeError("broken")])
 def test_gangs_are_renewed_after_a_restart_though_no_pass_succeeds(world, monkeypatch, wrong):

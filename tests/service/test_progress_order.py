@@ -19,7 +19,7 @@ def fold():
     ended: list[str] = []
     enough = Enough(skip_steps=2, steps=10, seconds=1.0)
     context = SimpleNamespace(
-        now=1e9, enough=enough, samples=[], end=lambda row, state, reason, failure: ended.append(reason)
+        now=1e9, enough=enough, samples=[], end=lambda row, state, reason, failure: ended.append(str(reason))
     )
     row = SimpleNamespace(step=0, loss=None, steps_per_s=None, ever_reported=False, last_step_at=None, target=None)
     row.job_id, row.incarnation, row.sampling = "job", 1, Sampling()

@@ -29,7 +29,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
     [
         ("train_digits.py", "torch", 16),
         ("train_trainer.py", "transformers", 32),
-        ("train_lightning.py", "lightning", 16),
+        pytest.param("train_lightning.py", "lightning", 16, marks=pytest.mark.soak),
     ],
 )
 def test_command_repeats_run(script, needs, batch, daemons, open_client, tmp_path, monkeypatch) -> None:

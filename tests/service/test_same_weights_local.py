@@ -43,7 +43,7 @@ print("WEIGHTS", digest_of(model))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [2, 1])
+@pytest.mark.parametrize("slots", [2, pytest.param(1, marks=pytest.mark.soak)])
 def test_alone_and_served_give_the_same_weights(daemons, open_client, tmp_path: Path, monkeypatch, slots: int) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code = tmp_path / "code"

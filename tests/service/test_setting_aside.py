@@ -190,6 +190,23 @@ def test_a_service_that_starts_decides_first_and_fails_later_on_those_that_were_
     assert world.ended(good).state == "succeeded"
 
 
+@pytest.mark.parametrize("wrong", [{"seed": -1}, {"in_place": 5}, {"target": 7}, {"ending": [1]}])
+@pytest.mark.parametrize("starts", [False, True])
+def test_what_cannot_be_read_costs_the_others_no_second_pass(pair, monkeypatch, wrong, starts):
+    world, bad, good = pair
+    poison(world, bad, IncarnationRow, **wrong)
+    if starts:
+        world.restart()
+    passes = []
+    real = type(world.reconciler)._pass
+    monkeypatch.setattr(type(world.reconciler), "_pass", lambda self, *given: passes.append(1) or real(self, *given))
+    world.step(0.5)
+    assert len(passes) == 1
+    assert set_aside(world, bad)
+    assert world.events(bad, "set_aside")
+    assert world.ended(good).state == "succeeded"
+
+
 def test_workers_that_came_up_while_their_job_was_set_aside_train_on_once_it_is_tried_again(make_world, monkeypatch):
     world = make_world()
     with monkeypatch.context() as broken:
@@ -264,8 +281,8 @@ def test_a_job_with_which_planning_fails_is_found_by_leaving_jobs_out(pair, monk
 def test_a_scheduler_that_fails_without_any_job_is_no_jobs_fault(pair, monkeypatch):
     world, bad, good = pair
     with monkeypatch.context() as broken:
-        broken.setattr(Scheduler, "handle", lambda *_: 1 / 0)
-        broken.setattr(Scheduler, "restore", lambda *_: 1 / 0)
+        for name in ("handle", "submitted", "reported", "ended", "restore"):
+            broken.setattr(Scheduler, name, lambda *_: 1 / 0)
         world.run(30)
         assert "ZeroDivisionError" in str(world.reconciler.problem) or "scheduler failed" in world.reconciler.problem
         assert not set_aside(world, bad)

@@ -476,7 +476,7 @@ def test_times_bytes_and_words_come_back_unchanged(store):
         past = reader.history("k", "s")
     assert row is not None
     assert past is not None
-    assert (row.submitted_at, row.secret_env, row.state_reason) == (1_800_000_000.123456, bytes(range(256)), words)
+    assert (row.submitted_at, row.secret_env, str(row.state_reason)) == (1_800_000_000.123456, bytes(range(256)), words)
     assert past.speeds == {"1": 1 / 3}
 
 

@@ -32,9 +32,13 @@ from support.postgres import Postgres
 
 COMPONENTS = ("api-server", "scheduler", "triggerer", "dag-processor")
 LEASE_S, ORPHAN_S = 20.0, 70.0
+HEARTBEAT_TIMEOUT_S = 45.0
+"""After how long without a heartbeat a task's worker counts as dead; longer on a machine that is slow."""
 UNSAID = "unsaid"
 """A connection to the usual service for a namespace of its own, of which Airflow's owner watch does not know."""
 _LOOK_EVERY_S = 0.7
+PATIENCE_S = 600.0
+"""How long to wait for a state: a machine that is several times as slow is no failure."""
 
 
 class Service:
@@ -158,6 +162,7 @@ class Stack:
         Airflow's scheduler ends when a run is deleted that it is looking at, its triggerer when SQLite is locked.
         """
         while not self.closing:
+            began = time.monotonic()
             for component, process in list(self.processes.items()):
                 if process.poll() is not None and self.processes.get(component) is process and not self.closing:
                     self.start(component)
@@ -171,7 +176,7 @@ class Stack:
                     service.look()
                 except ElasticFlowError:
                     continue  # as above
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(max(_LOOK_EVERY_S, 2.0 * (time.monotonic() - began)))  # the machine is not there for this
 
     # -- what users do -----------------------------------------------------------------------------------------------
 
@@ -200,7 +205,7 @@ class Stack:
         answer = self.do("POST", f"/api/v2/dags/{dag_id}/dagRuns", json={"logical_date": None})
         return Run(self, dag_id, str(answer.json()["dag_run_id"]))
 
-    def wait(self, what: str, condition: Callable[[], Any], limit_s: float = 240.0) -> Any:
+    def wait(self, what: str, condition: Callable[[], Any], limit_s: float = PATIENCE_S) -> Any:
         """Wait for a condition; on failure quote the ends of all logs."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end and not self.closing:
@@ -278,7 +283,7 @@ class Run:
         assert job is not None
         return [e for e in self.stack.services[service].client.events(job.job_id) if e.kind == kind]
 
-    def reach(self, state: str, task_id: str = "train", limit_s: float = 240.0) -> None:
+    def reach(self, state: str, task_id: str = "train", limit_s: float = PATIENCE_S) -> None:
         """Wait until the task is in a state; fail at once, with its log, when it ends in another."""
 
         def there() -> bool:
@@ -314,7 +319,7 @@ class Run:
         found: JobStatus = self.stack.wait("the trigger renews", renewed)
         return found
 
-    def ended(self, state: State, task_id: str = "train", limit_s: float = 240.0) -> JobStatus:
+    def ended(self, state: State, task_id: str = "train", limit_s: float = PATIENCE_S) -> JobStatus:
         """Wait until the job has ended; fail at once when it ended otherwise."""
 
         def over() -> JobStatus | None:
@@ -339,7 +344,7 @@ class Run:
             job = self.job(task_id)
             return job if job is not None and job.acknowledged else None
 
-        found: JobStatus = self.stack.wait(f"{self.dag_id}.{task_id} is acknowledged", heard, 60)
+        found: JobStatus = self.stack.wait(f"{self.dag_id}.{task_id} is acknowledged", heard)
         return found
 
     def over(self) -> None:
@@ -471,12 +476,12 @@ def open_stack(
         "AIRFLOW__CORE__PARALLELISM": "12",
         "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "False",
         "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
+        "AIRFLOW__DAG_PROCESSOR__MIN_FILE_PROCESS_INTERVAL": "300",
         "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": database,
         "AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT": str(worker_port),
         "AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT": str(trigger_port),
         "AIRFLOW__SCHEDULER__ORPHANED_TASKS_CHECK_INTERVAL": "10",
         "AIRFLOW__SCHEDULER__SCHEDULER_HEALTH_CHECK_THRESHOLD": "20",
-        "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "45",
         "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "5",
         "AIRFLOW__SCHEDULER__TRIGGER_TIMEOUT_CHECK_INTERVAL": "3",
         "AIRFLOW__TRIGGERER__JOB_HEARTBEAT_SEC": "2",
@@ -494,14 +499,18 @@ def open_stack(
     stack = Stack(home, environment, httpx.Client(base_url=url, timeout=90, trust_env=False), services)
     try:
         migrate = [sys.executable, "-m", "airflow", "db", "migrate"]
-        done = subprocess.run(migrate, env=environment, timeout=240, capture_output=True, check=False)
+        began = time.monotonic()
+        done = subprocess.run(migrate, env=environment, timeout=PATIENCE_S, capture_output=True, check=False)
+        # As long as an API server is away that was killed, nobody's heartbeat arrives, and it starts as slowly as this.
+        patience_s = max(HEARTBEAT_TIMEOUT_S, 8.0 * (time.monotonic() - began))
+        environment["AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT"] = f"{patience_s:.0f}"
         assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
         for service in services.values():
             if service.ours:
                 service.start()
         for component in COMPONENTS:
             stack.start(component)
-        stack.wait("Airflow is ready", lambda: stack.ready(dags), 240)
+        stack.wait("Airflow is ready", lambda: stack.ready(dags))
         threading.Thread(target=stack.watch, name="watch", daemon=True).start()
     except BaseException:
         close_stack(stack)

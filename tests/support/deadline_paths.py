@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 from elasticflow_airflow.api import State
 from support.airflow_paths import PATHS
-from support.airflow_stack import Run, Stack
+from support.airflow_stack import PATIENCE_S, Run, Stack
 
 DAILY = "schedule='0 5 * * *', start_date=pendulum.datetime(2026, 1, 1, tz='UTC'), catchup=False"
 SLOW = 'fake={"steps_per_s": {1: 1.0}}'
@@ -20,9 +20,11 @@ SOON = "deadline='{{ (ti.start_date + macros.timedelta(seconds=100)).isoformat()
 def airflow(stack: Stack, *words: str, status: int = 0) -> str:
     """Run an ``airflow`` command beside the stack; what it printed."""
     command = [sys.executable, "-m", "airflow", *words]
-    said, end_s = "database is locked", time.monotonic() + 240
+    said, end_s = "database is locked", time.monotonic() + PATIENCE_S
     while "database is locked" in said and not stack.closing and time.monotonic() < end_s:
-        done = subprocess.run(command, env=stack.environment, timeout=240, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=stack.environment, timeout=PATIENCE_S, capture_output=True, text=True, check=False
+        )
         said = done.stdout + done.stderr
     assert done.returncode == status, f"{words}: status {done.returncode}\n{said[-4000:]}"
     return said

@@ -74,22 +74,25 @@ class Postgres:
         assert done.returncode == 0, "\n".join([f"{program} {words} failed", *ends])
 
 
+def why_not() -> str | None:
+    """Why there is no PostgreSQL here; None: there is one."""
+    if _programs() is None:
+        return "no PostgreSQL on this machine: initdb and pg_ctl are neither in /usr/lib/postgresql/*/bin nor PATH"
+    if importlib.util.find_spec("psycopg") is None:
+        return "psycopg is not installed: pip install elasticflow-airflow[postgres]"
+    if os.geteuid() == 0 and _user() is None:
+        return "PostgreSQL does not run as root, and there is neither a user postgres nor nobody"
+    return None
+
+
 @contextmanager
 def postgres() -> Iterator[Postgres]:
     """Start one. Skips the test where there is none."""
-    programs = _programs()
-    if programs is None:
-        pytest.skip(
-            "no PostgreSQL on this machine: initdb and pg_ctl are neither in /usr/lib/postgresql/*/bin nor PATH"
-        )
-    if importlib.util.find_spec("psycopg") is None:
-        pytest.skip("psycopg is not installed: pip install elasticflow-airflow[postgres]")
-    user: str | None = None  # PostgreSQL refuses to run as root.
-    if os.geteuid() == 0:
-        names = {entry.pw_name for entry in pwd.getpwall()}
-        user = next((name for name in ("postgres", "nobody") if name in names), None)
-        if user is None:
-            pytest.skip("PostgreSQL does not run as root, and there is neither a user postgres nor nobody")
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    programs, user = _programs(), _user()
+    assert programs is not None
     with tempfile.TemporaryDirectory(prefix="ef-pg-") as folder:
         if user is not None:
             shutil.chown(folder, user)
@@ -111,6 +114,14 @@ def service_database(kind: str) -> Iterator[str | None]:
     with postgres() as server:
         server.sql("CREATE DATABASE service")
         yield server.url.format("service")
+
+
+def _user() -> str | None:
+    """Who runs it, as PostgreSQL refuses to run as root; None: we ourselves."""
+    if os.geteuid() != 0:
+        return None
+    names = {entry.pw_name for entry in pwd.getpwall()}
+    return next((name for name in ("postgres", "nobody") if name in names), None)
 
 
 def _programs() -> Path | None:

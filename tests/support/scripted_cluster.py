@@ -40,7 +40,6 @@ from elasticflow_airflow.api.insight import (
     CurvePoint,
     DagTotals,
     JobStory,
-    NamedTask,
     RunOfTask,
     Sample,
     Span,
@@ -49,6 +48,7 @@ from elasticflow_airflow.api.insight import (
     WhatIfVerdict,
     WorkerTimes,
 )
+from elasticflow_airflow.api.status import Mention
 
 HOUR = 3600.0
 NODES = ("gpu-a", "gpu-b")
@@ -596,12 +596,12 @@ def _by_dag(spans: list[Span], asked: list[Admission], from_at: float, now: floa
     return made
 
 
-def _named(why: Mapping[str, str]) -> dict[str, list[NamedTask]]:
+def _named(why: Mapping[str, str]) -> dict[str, list[Mention]]:
     """Where sentences name a task by its full name, as the service says it."""
     whose = [EXPECTED, *(identity(dag_id) for dag_id in TASKS)]
     return {
         job_id: [
-            NamedTask(at=found.start(), length=len(found[0]), namespace=who.namespace, dag_id=who.dag_id)
+            Mention(at=found.start(), length=len(found[0]), namespace=who.namespace, dag_id=who.dag_id)
             for who in whose
             for found in re.finditer(rf"\b{who.dag_id}\.{who.task_id}\b", sentence)
         ]

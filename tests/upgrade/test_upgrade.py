@@ -184,7 +184,7 @@ def gone(processes: set[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_killed_and_followed_by_another_installation(story: Story, before: Any) -> None:
     """The new service comes from another folder, and the old one could put nothing away."""

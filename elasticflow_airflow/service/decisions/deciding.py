@@ -39,7 +39,7 @@ from elasticflow_airflow.scheduler_core.model.decisions import (
     WakeMeAt,
 )
 from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event
-from elasticflow_airflow.scheduler_core.model.explain import workers
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.service.decisions import task_history
 from elasticflow_airflow.service.decisions.faults import SchedulerFaultError
@@ -51,7 +51,6 @@ from elasticflow_airflow.service.store.store import DATABASE_AWAY
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move
 from elasticflow_airflow.service.telemetry import instruments
-from elasticflow_airflow.times import moment
 
 _DECISIONS: Mapping[Terms, AdmissionDecision] = {
     Terms.DEADLINE: "admitted",
@@ -68,12 +67,21 @@ def feed(context: PassContext, event: Event | CalendarEvent) -> None:
 
 def feed_reports(context: PassContext, reports: Sequence[ev.JobProgressed | ev.GangStarted]) -> None:
     """Pass the reports of several jobs to the scheduler, so that it plans once for all. Raises as :func:`feed`."""
+    _feed_together(context, reports, lambda: context.scheduler.reported(reports, context.now))
+
+
+def feed_ends(context: PassContext, ends: Sequence[ev.JobEnd]) -> None:
+    """Pass the ends of several jobs to the scheduler, so that it plans once for all. Raises as :func:`feed`."""
+    _feed_together(context, ends, lambda: context.scheduler.ended(ends, context.now))
+
+
+def _feed_together(context: PassContext, events: Sequence[Event], decide: Callable[[], Sequence[Decision]]) -> None:
     if context.singly:
-        for report in reports:
-            feed(context, report)
-    elif reports:
-        context.fed += reports
-        _write_down(context, reports[0], lambda: context.scheduler.reported(reports, context.now))
+        for event in events:
+            feed(context, event)
+    elif events:
+        context.fed += events
+        _write_down(context, events[0], decide)
 
 
 def feed_submitted(context: PassContext, jobs: Iterable[Job]) -> None:
@@ -174,7 +182,7 @@ def record(context: PassContext, decision: JobDecision) -> None:
     elif isinstance(decision, OnTrack):
         row.at_risk = False
         row.projected_finish_at = decision.projected_s
-        reason = f"fits its deadline again: projected end {moment(decision.projected_s)}"
+        reason = Reason("fits its deadline again: projected end {projected_s:moment}", projected_s=decision.projected_s)
         context.event(OnTrackData(deadline_at=decision.deadline_s, projected_at=decision.projected_s), reason, row)
 
 
@@ -184,7 +192,7 @@ def _admit(context: PassContext, row: IncarnationRow, decision: Admit) -> None:
         row.best_effort, row.deadline_at = True, None
     elif decision.deadline_s is not None:
         row.deadline_at = decision.deadline_s
-    reason = decision.reason + row.verdict.limit
+    reason = limited(decision.reason, row.verdict.limit)
     verdict = StoredVerdict(
         decision=_DECISIONS[decision.terms],
         reason=reason,
@@ -200,7 +208,7 @@ def _admit(context: PassContext, row: IncarnationRow, decision: Admit) -> None:
         context.learned = True
 
 
-def _take_on(context: PassContext, row: IncarnationRow, reason: str) -> None:
+def _take_on(context: PassContext, row: IncarnationRow, reason: Reason) -> None:
     """Move a job that was decided on to training, whether it was profiled or waiting before."""
     generation = context.desired(row)
     if generation is not None and generation.purpose == Purpose.PROFILE:
@@ -210,7 +218,7 @@ def _take_on(context: PassContext, row: IncarnationRow, reason: str) -> None:
 
 
 def _reject(context: PassContext, row: IncarnationRow, decision: Reject) -> None:
-    earliest, reason = decision.earliest_deadline_s, decision.reason + row.verdict.limit
+    earliest, reason = decision.earliest_deadline_s, limited(decision.reason, row.verdict.limit)
     verdict = StoredVerdict(
         decision="rejected", reason=reason, deadline_at=row.deadline_at, earliest_deadline_at=earliest
     )
@@ -238,13 +246,15 @@ def _resize(context: PassContext, row: IncarnationRow, decision: Resize) -> None
     current = context.desired(row)
     if current is not None and current.placement == slots and current.desired == "run" and not _over(current):
         current.purpose = decision.purpose.value
-        reason = f"goes on with {workers(len(slots))} on the slots that it has"
+        reason = Reason("goes on with {workers:#worker} on the slots that it has", workers=len(slots))
         context.event(KeptData(generation=current.generation, workers=len(slots)), reason, row)
         return
     there = None if current is None else unbegun_restart_of(context, row, current)
     if there is not None and there.placement == slots:
         row.desired_generation, there.purpose = there.generation, decision.purpose.value
-        reason = f"goes on with {workers(len(slots))} where it is: the change that was ordered had not begun"
+        reason = Reason(
+            "goes on with {workers:#worker} where it is: the change that was ordered had not begun", workers=len(slots)
+        )
         context.event(KeptData(generation=there.generation, workers=len(slots)), reason, row)
         row.state_reason = decision.reason
         return
@@ -287,8 +297,8 @@ def _amended(context: PassContext, row: IncarnationRow, decision: Amended) -> No
     row.deadline_at, row.value = decision.deadline_s, decision.value
     row.best_effort = decision.deadline_s is None
     row.deadline_passed = False
-    until = "best effort" if decision.deadline_s is None else f"deadline {moment(decision.deadline_s)}"
-    reason = f"amended: {until}, value {decision.value:g}"
+    until = "best effort" if decision.deadline_s is None else "deadline {deadline:moment}"
+    reason = Reason(f"amended: {until}, value {{value:g}}", deadline=decision.deadline_s or 0.0, value=decision.value)
     told = AmendedData(deadline_at=decision.deadline_s, value=decision.value)
     undecided = row.verdict.decision == "undecided"
     if undecided and decision.deadline_s is None and not row.parked:
@@ -315,6 +325,11 @@ def _amend_rejected(context: PassContext, row: IncarnationRow, decision: AmendRe
         context.amendment.answer = AmendmentAnswer(
             accepted=False, reason=decision.reason, earliest_deadline_at=earliest
         )
+
+
+def limited(reason: Reason, limit: Reason) -> Reason:
+    """Return the reason of a verdict, with what limits the number of workers apart from the cluster."""
+    return Reason("{reason}{limit}", reason=reason, limit=limit) if limit else reason
 
 
 def _finite(value: float) -> float | None:

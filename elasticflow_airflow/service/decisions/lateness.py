@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from elasticflow_airflow.api import EventKind, State
 from elasticflow_airflow.api.event_data import RejectedData
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.documents.job_documents import StoredVerdict
 from elasticflow_airflow.service.store.tables import IncarnationRow
-from elasticflow_airflow.times import moment
 
 _TAKEN_ON = ("admitted", "renegotiated", "best_effort")
 
@@ -31,18 +31,26 @@ def settle(context: PassContext, row: IncarnationRow, job: Job) -> Job | None:
     if earlier and on_miss == "finish" and job.on_reject is OnReject.FAIL and context.now < last_s:
         # A retry may end late if the training might have; refusing it would throw away what was trained.
         return replace(job, on_reject=OnReject.BEST_EFFORT)
-    why = f"its deadline {moment(deadline_s)} has passed already"
+    why = Reason("its deadline {deadline_s:moment} has passed already", deadline_s=deadline_s)
     policy = row.submission.on_past_deadline
     if context.now >= last_s and policy == "on_miss" and earlier:
         if not any(one.deadline_passed for one in earlier):
-            why = f"missed its deadline {moment(deadline_s)} while it did not train, at step {row.step}"
-            context.event(EventKind.DEADLINE_MISSED, f'{why}; on_miss="{on_miss}"', row)
+            why = Reason(
+                "missed its deadline {deadline_s:moment} while it did not train, at step {step}",
+                deadline_s=deadline_s,
+                step=row.step,
+            )
+            context.event(
+                EventKind.DEADLINE_MISSED, Reason('{why}; on_miss="{on_miss}"', why=why, on_miss=on_miss), row
+            )
         row.deadline_passed = True
         if on_miss == "fail":
             context.end(row, State.FAILED, why, failure=why)
             return None
         if on_miss == "use_last_checkpoint":
-            context.end(row, State.SUCCEEDED, f"{why}; its last checkpoint is used", use_checkpoint=True)
+            context.end(
+                row, State.SUCCEEDED, Reason("{why}; its last checkpoint is used", why=why), use_checkpoint=True
+            )
             return None
         policy = "best_effort"
     asked = as_asked(job, policy, context.now)
@@ -67,17 +75,20 @@ def as_asked(job: Job, policy: str, now: float) -> Job | None:
     return replace(job, on_reject=OnReject.FAIL) if can_offer else None
 
 
-def passed_already(deadline_at: float) -> str:
+def passed_already(deadline_at: float) -> Reason:
     """Return why a deadline before now is refused."""
-    return f"its deadline {moment(deadline_at)} has passed already: choose a later one, or best_effort=True"
+    return Reason(
+        "its deadline {deadline_at:moment} has passed already: choose a later one, or best_effort=True",
+        deadline_at=deadline_at,
+    )
 
 
-def _give_in(context: PassContext, row: IncarnationRow, why: str) -> None:
+def _give_in(context: PassContext, row: IncarnationRow, why: Reason) -> None:
     row.deadline_at, row.best_effort = None, True
     context.tx.rely_on(row, "submission")
     given_up = {"deadline_at": None, "best_effort": True, "on_reject": "fail", "latest_deadline_at": None}
     row.submission = row.submission.model_copy(update=given_up)
-    context.event(EventKind.BEST_EFFORT, f"{why}: trains as best effort", row)
+    context.event(EventKind.BEST_EFFORT, Reason("{why}: trains as best effort", why=why), row)
 
 
 def _taken_on(context: PassContext, row: IncarnationRow) -> list[IncarnationRow]:
@@ -90,7 +101,7 @@ def _taken_on(context: PassContext, row: IncarnationRow) -> list[IncarnationRow]
     return found if any(one.verdict.decision in _TAKEN_ON for one in found) else []
 
 
-def _reject_at_once(context: PassContext, row: IncarnationRow, reason: str) -> None:
+def _reject_at_once(context: PassContext, row: IncarnationRow, reason: Reason) -> None:
     verdict = StoredVerdict(decision="rejected", reason=reason, deadline_at=row.deadline_at)
     context.give_verdict(row, RejectedData(deadline_at=row.deadline_at, earliest_deadline_at=None), verdict)
     context.end(row, State.REJECTED, reason)

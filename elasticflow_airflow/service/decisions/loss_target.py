@@ -15,6 +15,7 @@ from elasticflow_airflow.api.event_data import TargetLengthData, TargetMissedDat
 from elasticflow_airflow.runtime.protocol import Report
 from elasticflow_airflow.scheduler_core.convergence import LossCurve, Prediction, predict
 from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.reported_bounds import finite_number
@@ -65,13 +66,21 @@ def finished(context: PassContext, row: IncarnationRow, report: Report) -> None:
     reached, loss = bool(data["target_reached"]), target.loss
     curve = _curve(data.get("loss_curve")) or target.curve
     row.target = replace(target.unpredicted(), reached=reached, smoothed=smoothed, curve=curve)
-    seen = "" if smoothed is None else f"smoothed loss {smoothed:.4g}"
+    seen = "" if smoothed is None else Reason("smoothed loss {loss:.4g}", loss=smoothed)
     if reached:
-        most = "" if row.total_steps is None else f" of at most {row.total_steps}"
-        reason = f"target loss {loss:g} reached at step {report.step}{most} ({seen})"
+        most = "" if row.total_steps is None else Reason(" of at most {steps}", steps=row.total_steps)
+        reason = Reason(
+            "target loss {loss:g} reached at step {step}{most} ({seen})",
+            loss=loss,
+            step=report.step,
+            most=most,
+            seen=seen,
+        )
         context.event(TargetReachedData(step=report.step, target_loss=loss, smoothed_loss=smoothed), reason, row)
     else:
-        reason = f"target loss {loss:g} was not reached in {report.step} steps ({seen})"
+        reason = Reason(
+            "target loss {loss:g} was not reached in {step} steps ({seen})", loss=loss, step=report.step, seen=seen
+        )
         context.event(TargetMissedData(step=report.step, target_loss=loss, smoothed_loss=smoothed), reason, row)
 
 
@@ -124,8 +133,9 @@ def _take(context: PassContext, row: IncarnationRow, target: LossTarget, made: P
     if made is None or not math.isfinite(made.at_most()):
         row.target = replace(target.unpredicted(), told=None)
         if target.told is not None:
-            reason = f"when target loss {target.loss:g} is reached cannot be foretold any more"
-            context.event(TargetLengthData(step=row.step), f"{reason}: at {_bound(row)}", row)
+            kind = "when target loss {loss:g} is reached cannot be foretold any more: at {bound}"
+            reason = Reason(kind, loss=target.loss, bound=_bound(row))
+            context.event(TargetLengthData(step=row.step), reason, row)
         return
     bound = math.inf if row.total_steps is None else float(row.total_steps)
     step, at_most = min(made.steps, bound), min(made.at_most(), bound)
@@ -134,9 +144,14 @@ def _take(context: PassContext, row: IncarnationRow, target: LossTarget, made: P
     if _is_news(at_most, bound if target.told is None else float(target.told), bound, row.step):
         row.target = replace(row.target, told=latest)
         since = "" if made.source == "fit" else ", as in the last run of this task"
-        reason = (
-            f"target loss {target.loss:g} is expected at step {expected}, at {latest} with the error of"
-            f" the prediction{since}; at {_bound(row)}"
+        reason = Reason(
+            "target loss {loss:g} is expected at step {expected}, at {latest} with the error of the prediction{since}; "
+            "at {bound}",
+            loss=target.loss,
+            expected=expected,
+            latest=latest,
+            since=since,
+            bound=_bound(row),
         )
         context.event(TargetLengthData(step=row.step, expected_step=expected, at_most_step=latest), reason, row)
 
@@ -148,8 +163,10 @@ def _is_news(at_most: float, before: float, bound: float, step: int) -> bool:
     return abs(at_most - before) > max(_MATERIAL * (max(at_most, before) - step), floor)
 
 
-def _bound(row: IncarnationRow) -> str:
-    return "most as long as the script says" if row.total_steps is None else f"most {row.total_steps} steps"
+def _bound(row: IncarnationRow) -> Reason:
+    if row.total_steps is None:
+        return Reason("most as long as the script says")
+    return Reason("most {steps} steps", steps=row.total_steps)
 
 
 def _curve(raw: Mapping[str, Any] | None) -> LossCurve | None:

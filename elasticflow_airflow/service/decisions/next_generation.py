@@ -10,6 +10,7 @@ from typing import Any
 
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions.pass_context import PassContext, alive
 from elasticflow_airflow.service.decisions.session_settings import threads_begun_with
 from elasticflow_airflow.service.store.documents.generation_notes import GenerationNotes
@@ -53,7 +54,7 @@ def order(
     *,
     slots: list[Any],
     purpose: str,
-    reason: str,
+    reason: Reason,
     continues: GenerationRow | None,
     lost: set[str] | None = None,
     own: bool = False,

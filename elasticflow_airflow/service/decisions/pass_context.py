@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 
@@ -20,6 +20,7 @@ from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservat
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event, GangStarted, JobProgressed
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import RescaleCosts, Slot
 from elasticflow_airflow.service.decisions.faults import Faults, SchedulerFaultError
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -43,6 +44,18 @@ class Held:
 
     holder: str
     until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """When no service decided, before the first pass of this one (UTC seconds)."""
+
+    since_s: float
+    until_s: float
+
+    def within_s(self, since_s: float, until_s: float) -> float:
+        """Return how much of a time the service was away (seconds)."""
+        return max(0.0, min(until_s, self.until_s) - max(since_s, self.since_s))
 
 
 @dataclass(slots=True)
@@ -81,6 +94,8 @@ class PassContext:
     """By job id: gangs that have started (generation and event), until the scheduler is told."""
     progressed: dict[str, JobProgressed] = field(default_factory=dict)
     """By job id: reported progress, until the scheduler is told."""
+    absence: Absence | None = None
+    """When the service was away; what waited for it meanwhile is no cost of a job."""
     singly: bool = False
     """Whether the scheduler gets events one at a time: it failed on them together, and on none alone."""
     decided: bool = False
@@ -218,7 +233,7 @@ class PassContext:
             return False
         return self.scheduler.knows_curve(row.job_id)
 
-    def event(self, what: EventKind | EventData, reason: str, row: IncarnationRow) -> None:
+    def event(self, what: EventKind | EventData, reason: Reason, row: IncarnationRow) -> None:
         """Write an event of an incarnation."""
         self.tx.add_event(what, reason, row)
 
@@ -231,21 +246,37 @@ class PassContext:
         self,
         row: IncarnationRow,
         state: State,
-        reason: str,
+        reason: Reason,
         *,
-        failure: str | None = None,
+        failure: Reason | str | None = None,
         use_checkpoint: bool = False,
     ) -> None:
         """Decide how a job ends; it is over when its last worker has left. The first decision counts."""
         if row.terminal or row.ending:
             return
-        row.ending = Ending(state, reason, failure, use_checkpoint)
+        row.ending = Ending(state, reason, None if failure is None else str(failure), use_checkpoint)
         row.desired_generation = None
         row.state_reason = reason
 
     def costs_of(self, row: IncarnationRow) -> RescaleCosts:
         """Return the measured costs of start-up, pause and tail, and the settings' defaults for the rest."""
         return costs_from(self.settings, row.costs, row.in_place)
+
+    def measured_cost(
+        self,
+        row: IncarnationRow,
+        name: Literal["startup_s", "pause_s", "tail_s"],
+        cost_s: float,
+        between: tuple[float, float],
+    ) -> None:
+        """Record a cost of a job, measured ``between`` two times (UTC seconds).
+
+        If the service was away in between, the rest says only how much it was at least: it raises the cost, or nothing.
+        """
+        away_s = 0.0 if self.absence is None else self.absence.within_s(*between)
+        cost_s = max(0.0, cost_s - away_s)
+        if not away_s or cost_s > getattr(self.costs_of(row), name):
+            row.costs = row.costs.updated(**{name: cost_s})
 
     def lived_s(self, row: IncarnationRow) -> float:
         """Return an incarnation's age by the service's clock (seconds): nothing that it reports took longer."""

@@ -7,13 +7,13 @@ repairs a crash at any point. Rows in, rows and events out; calls no engine.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 
 from elasticflow_airflow.api import JobSubmission
 from elasticflow_airflow.api.event_data import RunExpectedData, RunMissedData
 from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, PastRun, expect
 from elasticflow_airflow.service.decisions import task_history
 from elasticflow_airflow.service.decisions.deciding import feed
@@ -24,7 +24,6 @@ from elasticflow_airflow.service.store.documents.job_documents import InPlaceRec
 from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
 from elasticflow_airflow.service.store.store import Reader
 from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow, RecurringTaskRow
-from elasticflow_airflow.times import moment
 
 POLICY = CalendarPolicy()
 _SAME_S = 1.0
@@ -122,8 +121,12 @@ def arrive(context: PassContext, job: JobRow, row: IncarnationRow) -> str:
         replace_due(task, dues, row.submitted_at)
         context.event(
             RunExpectedData(due_at=dues),
-            f"the next run of this task is due {moment(dues[0])}"
-            + (f", and {len(dues) - 1} more after it" if len(dues) > 1 else ""),
+            Reason(
+                "the next run of this task is due {due_at:moment}"
+                + (", and {more} more after it" if len(dues) > 1 else ""),
+                due_at=dues[0],
+                more=len(dues) - 1,
+            ),
             row,
         )
     task.next_due_at, task.updated_at = min(task.due, default=None), context.now
@@ -184,8 +187,12 @@ def _release(context: PassContext, task: RecurringTaskRow) -> None:
         _remember(task, PastRun(due_s=due_at, came=False))
         context.tx.add_event(
             RunMissedData(due_at=due_at),
-            f"the run of {name_of(task.recurring_key)} that was due {moment(due_at)} has not come: nothing is kept free"
-            " for it any more",
+            Reason(
+                "the run of {task:task} that was due {due_at:moment} has not come: nothing is kept free for it any "
+                "more",
+                task=task.recurring_key,
+                due_at=due_at,
+            ),
         )
     task.next_due_at = min(task.due, default=None)
 
@@ -222,20 +229,3 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
 
 def _run_id(task: RecurringTaskRow, due_at: float) -> str:
     return f"{task.recurring_key}@{due_at:.3f}"
-
-
-def owner_of(recurring_key: str) -> tuple[str, str]:
-    """Return the namespace and the DAG id of a task."""
-    return task_of(recurring_key)[:2]
-
-
-def task_of(recurring_key: str) -> tuple[str, str, str]:
-    """Return namespace, DAG id and task id of a task, without the index of a mapped instance."""
-    namespace, dag_id, task_id, _ = json.loads(recurring_key)
-    return str(namespace), str(dag_id), str(task_id)
-
-
-def name_of(recurring_key: str) -> str:
-    """Return the readable name of a task."""
-    _, dag_id, task_id, map_index = json.loads(recurring_key)
-    return f"{dag_id}.{task_id}" + (f"[{map_index}]" if map_index >= 0 else "")

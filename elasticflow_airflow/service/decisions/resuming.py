@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from elasticflow_airflow.api.event_data import ResumedData, WarningData
 from elasticflow_airflow.runtime.protocol import Promotion, candidate_name
 from elasticflow_airflow.runtime.stores.manifest import CandidateInfo
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.job_files.candidates import Adopted, CandidateService, Looked
 from elasticflow_airflow.service.store.stored_bounds import promotion_of
@@ -58,7 +59,7 @@ def _take_in(context: PassContext, one: Looked, adopted: Adopted, candidate_serv
     elif info is not None:
         _go_on(context, row, info)
     elif adopted.again:
-        reason = f"waits for its checkpoint, and tries again: {adopted.problem}"
+        reason = Reason("waits for its checkpoint, and tries again: {problem:text}", problem=adopted.problem)
         if row.state_reason != reason:
             context.event(WarningData(), reason, row)
             row.state_reason = reason
@@ -67,7 +68,7 @@ def _take_in(context: PassContext, one: Looked, adopted: Adopted, candidate_serv
 
 
 def _begin_anew(context: PassContext, row: IncarnationRow, problem: str) -> None:
-    context.event(WarningData(), f"starts from the beginning: {problem}", row)
+    context.event(WarningData(), Reason("starts from the beginning: {problem:text}", problem=problem), row)
     _add_copy(context, row, candidate_name(0, 0), step=0, digest="", status="invalid")
 
 
@@ -86,7 +87,11 @@ def _go_on(context: PassContext, row: IncarnationRow, info: CandidateInfo) -> No
     row.promoted = Promotion(path=info.name, generation=info.generation, step=info.step, digest=info.digest)
     row.step = row.restart_step = info.step
     _add_copy(context, row, info.name, step=info.step, digest=info.digest, status="valid")
-    reason = f"goes on from step {info.step}, the last valid checkpoint of incarnation {before.incarnation}"
+    reason = Reason(
+        "goes on from step {step}, the last valid checkpoint of incarnation {incarnation}",
+        step=info.step,
+        incarnation=before.incarnation,
+    )
     context.event(ResumedData(step=info.step), reason, row)
 
 

@@ -15,6 +15,7 @@ from elasticflow_airflow.api.event_data import end_data
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import JobState, Slot
 from elasticflow_airflow.service.decisions.faults import Fault, find_culprits
 from elasticflow_airflow.service.decisions.pass_context import PassContext, alive, can_be_stopped
@@ -55,12 +56,12 @@ def write_down(context: PassContext, secrets: Callable[[IncarnationRow], Mapping
         fault = context.faults.aside.get(row.job_id)
         if row.set_aside is None and fault is not None and not row.terminal:
             row.set_aside = _reason(row, fault, secrets)
-            row.state_reason = f"{row.set_aside}. {_ADVICE}"
+            row.state_reason = Reason("{fault:text}. " + _ADVICE, fault=row.set_aside)
             context.event(EventKind.SET_ASIDE, row.state_reason, row)
     for row in context.rows:
         if row.set_aside is not None:
             row.set_aside = None
-            row.state_reason = "the service has started anew: it is tried again, and not set aside any more"
+            row.state_reason = Reason("the service has started anew: it is tried again, and not set aside any more")
             context.event(EventKind.TRIED_AGAIN, row.state_reason, row)
 
 
@@ -92,7 +93,7 @@ class BoundsCheck:
         for amendment in context.tx.open_amendments():
             problem = amendment_out_of_bounds(amendment)
             if problem is not None:
-                amendment.answer = AmendmentAnswer(accepted=False, reason=problem)
+                amendment.answer = AmendmentAnswer(accepted=False, reason=Reason(problem))
 
     def _check(self, row: IncarnationRow) -> None:
         key = (row.job_id, row.incarnation)
@@ -161,7 +162,7 @@ def look_after(context: PassContext, observations: Sequence[GangObservation]) ->
                 generation.outcome, generation.ended_at = outcome.value, context.now
                 generation.judged = generation.handled = True
         if row.cancel_reason is not None:
-            context.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
+            context.end(row, State.CANCELLED, Reason.quoted(row.cancel_reason or "cancelled"))
         if row.ending and not row.terminal and not any(map(can_be_stopped, context.open_of(row))):
             _end(context, row)
 
@@ -172,10 +173,13 @@ def _end(context: PassContext, row: IncarnationRow) -> None:
         overwrite_generation(generation, GangState.ENDED)
         generation.outcome = GangOutcome.STOPPED.value
         generation.judged = generation.handled = True
-    ending = readable(row.ending) or Ending(State.FAILED, "it was to end, and how cannot be read any more")
+    ending = readable(row.ending) or Ending(State.FAILED, Reason("it was to end, and how cannot be read any more"))
     state, reason = ending.state, ending.reason
     if state is State.SUCCEEDED:
-        state, reason = State.FAILED, f"{reason}; but it was set aside, and what it has reached could not be read"
+        state, reason = (
+            State.FAILED,
+            Reason("{reason}; but it was set aside, and what it has reached could not be read", reason=reason),
+        )
     row.finished_at = context.now
     row.failure = row.set_aside
     row.terminal = True

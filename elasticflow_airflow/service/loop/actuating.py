@@ -15,6 +15,7 @@ import structlog
 from elasticflow_airflow.api import EventKind, State
 from elasticflow_airflow.engines.port import Engine, EngineError, GangSpec, GangState, SlotsHeldError
 from elasticflow_airflow.runtime.protocol import Promotion, RescaleMode
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.decisions.pass_context import PassContext, alive, can_be_stopped
 from elasticflow_airflow.service.decisions.session_settings import python_of, session_of
@@ -115,7 +116,7 @@ class Actuator:
             self._forget(context, row)
 
     def _stop(self, row: IncarnationRow) -> None:
-        reason = row.state_reason or "no longer wanted"
+        reason = str(row.state_reason) or "no longer wanted"
         grace_s = 0.0 if (ending := readable(row.ending)) and ending.is_done else self.settings.grace_s
         self._try("stop", self.engine.stop, row.job_id, grace_s, reason)
 
@@ -225,7 +226,7 @@ class Actuator:
             lost=tuple(generation.lost),
             lease_s=row.lease_s,
             grace_s=self.settings.grace_s,
-            reason=generation.reason,
+            reason=str(generation.reason),
         )
 
 
@@ -255,7 +256,7 @@ def record_refusals(context: PassContext, actuator: Actuator) -> None:
 def _record_refusals(context: PassContext, row: IncarnationRow, refusals: Refusals, actuator: Actuator) -> None:
     if not refusals.told:
         refusals.told = True
-        reason = f"the workers could not be started: {refusals.message}; it is tried again"
+        reason = Reason("the workers could not be started: {message:text}; it is tried again", message=refusals.message)
         context.event(EventKind.NOT_STARTED, reason, row)
     refused_s = actuator.monotonic() - refusals.since_monotonic_s
     due = context.due(row)
@@ -265,11 +266,13 @@ def _record_refusals(context: PassContext, row: IncarnationRow, refusals: Refusa
         # The previous gang trains on, so there is time, and a restart can replace the change.
         if refused_s >= context.settings.grace_s:
             del actuator.refusals[row.job_id]
-            fall_back(context, row, due, f"the workers could not be changed in place ({refusals.message})")
+            reason = Reason("the workers could not be changed in place ({message:text})", message=refusals.message)
+            fall_back(context, row, due, reason)
     elif refusals.held:
         refusals.since_monotonic_s, refusals.count = actuator.monotonic(), 0
     elif refused_s >= context.settings.apply_limit_s and refusals.count >= context.settings.apply_attempts:
-        context.end(row, State.FAILED, f"could not be started: {refusals.message}", failure=refusals.message)
+        reason = Reason("could not be started: {message:text}", message=refusals.message)
+        context.end(row, State.FAILED, reason, failure=refusals.message)
 
 
 def record_drained(context: PassContext, actuator: Actuator) -> None:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from elasticflow_airflow.api import EventKind
 from elasticflow_airflow.engines.port import EngineNode
 from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Node
 from elasticflow_airflow.service.decisions import setting_aside
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.loop import slow_workers
-from elasticflow_airflow.times import moment
 
 
 def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
@@ -41,7 +41,7 @@ def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:
     known = {node.node_id: node for node in context.scheduler.nodes()}
     there = {node.node_id: node for node in nodes_now(context, seen)}
     for node_id in known.keys() - there.keys():
-        context.tx.add_event(EventKind.NODE_LOST, f"node {node_id} is gone")
+        context.tx.add_event(EventKind.NODE_LOST, Reason("node {node_id} is gone", node_id=node_id))
         feed(context, ev.NodeLost(node_id))
         context.tx.forget_drain(node_id)
     for node_id, node in there.items():
@@ -49,9 +49,13 @@ def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:
         drained = None if before is None else before.draining_until_s
         if node.draining_until_s != drained:
             until_s = node.draining_until_s
-            reason = f"node {node_id} stays after all"
+            reason = Reason("node {node_id} stays after all", node_id=node_id)
             if until_s is not None:
-                reason = f"node {node_id} goes away: nothing is planned on it after {moment(until_s)}"
+                reason = Reason(
+                    "node {node_id} goes away: nothing is planned on it after {until_s:moment}",
+                    node_id=node_id,
+                    until_s=until_s,
+                )
             context.tx.add_event(EventKind.NODE_DRAINING, reason)
         dated = before and replace(before, draining_until_s=node.draining_until_s, avoided=node.avoided)
         if dated == node:
@@ -63,5 +67,8 @@ def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:
                 **setting_aside.held_slots(context).get(node_id, {}),
             }
             busy = "".join(f"; slot {index} is held by {holder}" for index, holder in sorted(holders.items()))
-            context.tx.add_event(EventKind.NODE_CHANGED, f"node {node_id} has {node.slots} slots{busy}")
+            context.tx.add_event(
+                EventKind.NODE_CHANGED,
+                Reason("node {node_id} has {slots} slots{busy:text}", node_id=node_id, slots=node.slots, busy=busy),
+            )
             feed(context, ev.NodeJoined(node))

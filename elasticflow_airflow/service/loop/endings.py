@@ -6,7 +6,7 @@ is judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,19 +16,21 @@ from elasticflow_airflow.engines.port import GangOutcome
 from elasticflow_airflow.runtime.protocol import UNTRAINED, RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions import loss_target, task_history
-from elasticflow_airflow.service.decisions.deciding import feed
+from elasticflow_airflow.service.decisions.deciding import feed, feed_ends
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.documents.generation_notes import OutOfMemory
 from elasticflow_airflow.service.store.store import HeldSlots
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move
-from elasticflow_airflow.times import duration, moment
 
 Interval = tuple[float, float]
 Held = GenerationRow | HeldSlots
 
-_NOTHING_KNOWN = (
+_END_AS: Mapping[str, type[ev.JobEnd]] = {State.SUCCEEDED: ev.JobFinished, State.CANCELLED: ev.JobCancelled}
+
+_NOTHING_KNOWN = Reason(
     "the script ended with status 0, and reported no step: how long it is was not said, and nothing is known of what it"
     " has trained"
 )
@@ -36,10 +38,15 @@ _NOTHING_KNOWN = (
 
 def conclude(context: PassContext) -> None:
     """End every job whose end was decided and whose workers have all left."""
+    ended: list[ev.JobEnd] = []
     for row in context.rows:
         if row.ending and not row.terminal and not context.open_of(row):
             with context.on_behalf_of(row.job_id, "bringing it to its end"):
                 _conclude(context, row)
+                # Only now may the scheduler give the slots to others. It goes by job id, as it knows no incarnations.
+                if row.introduced and context.knows(row.job_id):
+                    ended.append(_END_AS.get(row.state, ev.JobFailed)(row.job_id))
+    feed_ends(context, ended)
 
 
 def _conclude(context: PassContext, row: IncarnationRow) -> None:
@@ -47,14 +54,20 @@ def _conclude(context: PassContext, row: IncarnationRow) -> None:
     assert ending is not None  # checked by the caller
     state, reason = ending.state, ending.reason
     if state is State.SUCCEEDED and ending.use_checkpoint and row.promoted is None:
-        state, reason = State.FAILED, f"{reason}, but there is no checkpoint to use"
-        row.ending = ending = replace(ending, failure=reason)
+        state, reason = State.FAILED, Reason("{reason}, but there is no checkpoint to use", reason=reason)
+        row.ending = ending = replace(ending, failure=str(reason))
     row.finished_at = context.now
     row.failure = ending.failure
     if ending.is_done:
         _measure_tail(context, row)
         if row.deadline_at is not None:
-            reason = f"{reason}, {_beside_the_deadline(row.deadline_at, context.now)}"
+            side = "before" if context.now <= row.deadline_at else "after"
+            reason = Reason(
+                f"{{done}}, {{distance:duration}} {side} the deadline {{deadline:moment}}",
+                done=reason,
+                distance=abs(row.deadline_at - context.now),
+                deadline=row.deadline_at,
+            )
     if state is not State.REJECTED:
         row.result = result_of(context, row, state)
     if state is State.SUCCEEDED:
@@ -69,27 +82,13 @@ def _conclude(context: PassContext, row: IncarnationRow) -> None:
     move(row, state, reason)
     if state is not State.REJECTED:
         context.event(end_data(state, row.result), reason, row)
-    # Only now may the scheduler give the slots to others. It goes by job id, as it knows no incarnations.
-    if row.introduced and context.knows(row.job_id):
-        if state is State.SUCCEEDED:
-            feed(context, ev.JobFinished(row.job_id))
-        elif state is State.CANCELLED:
-            feed(context, ev.JobCancelled(row.job_id))
-        else:
-            feed(context, ev.JobFailed(row.job_id))
-
-
-def _beside_the_deadline(deadline_at: float, now: float) -> str:
-    side = "before" if now <= deadline_at else "after"
-    return f"{duration(abs(deadline_at - now))} {side} the deadline {moment(deadline_at)}"
 
 
 def _measure_tail(context: PassContext, row: IncarnationRow) -> None:
     if row.last_step_at is not None:
-        tail_s = (
-            min(max(0.0, context.now - row.last_step_at), context.lived_s(row)) + context.settings.wake_up_allowance_s
-        )
-        row.costs = row.costs.updated(tail_s=tail_s)
+        tail_s = min(max(0.0, context.now - row.last_step_at), context.lived_s(row))
+        allowance_s = context.settings.wake_up_allowance_s
+        context.measured_cost(row, "tail_s", tail_s + allowance_s, (row.last_step_at, context.now))
 
 
 def result_of(context: PassContext, row: IncarnationRow, state: State) -> JobResult:
@@ -174,10 +173,17 @@ def _settle(context: PassContext, row: IncarnationRow, generation: GenerationRow
     outcome = generation.outcome
     if generation.notes.too_many and not row.ending:
         if row.desired_generation == generation.generation:
-            _again(context, row, f"its script has {row.logical_workers} logical workers, fewer than there were workers")
+            _again(
+                context,
+                row,
+                Reason(
+                    "its script has {logical_workers} logical workers, fewer than there were workers",
+                    logical_workers=row.logical_workers or 0,
+                ),
+            )
         return
     if generation.notes.kind == UNTRAINED and not row.ending:
-        context.end(row, State.FAILED, str(generation.notes.message), failure=_failure(generation))
+        context.end(row, State.FAILED, Reason.quoted(str(generation.notes.message)), failure=_failure(generation))
         return
     if outcome == GangOutcome.FINISHED and not (row.ending and row.ending.state is not State.SUCCEEDED):
         _finished(context, row, generation)
@@ -186,23 +192,32 @@ def _settle(context: PassContext, row: IncarnationRow, generation: GenerationRow
         return
     was_desired = row.desired_generation == generation.generation or _trained_until_now(context, row, generation)
     if outcome == GangOutcome.FAILED and generation.notes.kind == "nan_loss":
-        context.end(row, State.FAILED, f"the loss is not a number at step {row.step}", failure=_failure(generation))
+        context.end(
+            row,
+            State.FAILED,
+            Reason("the loss is not a number at step {step}", step=row.step),
+            failure=_failure(generation),
+        )
     elif generation.notes.out_of_memory is not None and outcome == GangOutcome.FAILED:
         _out_of_memory(context, row, generation)
     elif not was_desired:
         if outcome == GangOutcome.FAILED and not generation.notes.dropped:
-            reason = f"generation {generation.generation} failed while it was leaving: {_first_line(generation)}"
+            reason = Reason(
+                "generation {generation} failed while it was leaving: {said:text}",
+                generation=generation.generation,
+                said=_first_line(generation),
+            )
             context.event(WarningData(generation=generation.generation), reason, row)
     elif generation.stop_cause == "hang":
-        _again(context, row, f"restarts after a hang at step {row.step}")
+        _again(context, row, Reason("restarts after a hang at step {step}", step=row.step))
     elif generation.stop_cause == "deaths":
-        _restart_or_fail(context, row, generation, _first_line(generation), progressed=True)
+        _restart_or_fail(context, row, generation, Reason.quoted(_first_line(generation)), progressed=True)
     elif outcome == GangOutcome.FAILED:
         _failed(context, row, generation)
     elif outcome == GangOutcome.LOST:
         _lost(context, row, generation)
     else:
-        _again(context, row, "its workers have left, which nobody asked for (was the machine asleep?)")
+        _again(context, row, Reason("its workers have left, which nobody asked for (was the machine asleep?)"))
 
 
 def _trained_until_now(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> bool:
@@ -223,9 +238,11 @@ def _finished(context: PassContext, row: IncarnationRow, generation: GenerationR
     done = row.step
     if finished is None and row.ever_reported and total is not None and done < total - 1:
         # A plain script may count its steps from 0.
-        reason = (
-            f"the script ended with status 0 after {done} of {total} steps: it must go on until all are done"
-            " (did it stop early, or resume from nothing?)"
+        reason = Reason(
+            "the script ended with status 0 after {done} of {total} steps: it must go on until all are done (did it "
+            "stop early, or resume from nothing?)",
+            done=done,
+            total=total,
         )
         context.end(row, State.FAILED, reason, failure=reason)
         return
@@ -234,32 +251,39 @@ def _finished(context: PassContext, row: IncarnationRow, generation: GenerationR
         return
     reached, early = loss_target.reached(row), None if finished is None else finished.early
     if finished is not None and total is not None and done < total and not reached and not early:
-        reason = (
-            f"the script says that it is finished after {done} of {total} steps: if that is meant, let it say why, with"
-            " session.finish(early=...)"
+        reason = Reason(
+            "the script says that it is finished after {done} of {total} steps: if that is meant, let it say why, with "
+            "session.finish(early=...)",
+            done=done,
+            total=total,
         )
         context.end(row, State.FAILED, reason, failure=reason)
         return
     if finished is not None and finished.path and (row.promoted is None or row.promoted.path != finished.path):
-        reason = f"the final checkpoint {finished.path} is missing or damaged"
+        reason = Reason("the final checkpoint {path} is missing or damaged", path=finished.path)
         _restart_or_fail(context, row, generation, reason, progressed=True)
         return
-    parts = [f"done: {done} steps"]
+    what = Reason("done: {done} steps", done=done)
     if finished is None and not row.ever_reported:
-        parts = [_NOTHING_KNOWN]
+        what = _NOTHING_KNOWN
     if early:
-        parts = [f"done early, after {done} of {total} steps: {early}"]
+        what = Reason(
+            "done early, after {done} of {total} steps: {early:text}",
+            done=done,
+            total="an unknown number" if total is None else total,
+            early=early,
+        )
     if reached and row.target:
-        parts.append(f"target loss {row.target.loss:g} reached")
+        what = Reason("{what}, target loss {loss:g} reached", what=what, loss=row.target.loss)
     if row.loss is not None:
-        parts.append(f"loss {row.loss:.4g}")
-    context.end(row, State.SUCCEEDED, ", ".join(parts))
+        what = Reason("{what}, loss {loss:.4g}", what=what, loss=row.loss)
+    context.end(row, State.SUCCEEDED, what)
 
 
-def _trained_nothing(row: IncarnationRow, generation: GenerationRow) -> str | None:
+def _trained_nothing(row: IncarnationRow, generation: GenerationRow) -> Reason | None:
     """Return why status 0 without any reported step is no success; None if nothing speaks against a success."""
     if generation.notes.uses_session and generation.first_step is None:
-        return (
+        return Reason(
             "the script uses elasticflow_airflow.runtime, and ended with status 0 before its first session.step(), by"
             " os._exit() or the like: nothing was trained"
         )
@@ -268,27 +292,29 @@ def _trained_nothing(row: IncarnationRow, generation: GenerationRow) -> str | No
     return _unread_progress(row) or _unreported_length(row)
 
 
-def _unreported_length(row: IncarnationRow) -> str | None:
+def _unreported_length(row: IncarnationRow) -> Reason | None:
     """Return the failure of a script that reported no step of a training of known length; None if there is none."""
     epochs = row.submission.length.epochs
     if row.total_steps is None and epochs is None:
         return None
     length = f"{epochs} epochs" if row.total_steps is None else f"{row.total_steps} steps"
-    return (
-        f"the script ended with status 0 after reporting 0 of {length}: a script that does not use the session needs"
+    return Reason(
+        "the script ended with status 0 after reporting 0 of {length}: a script that does not use the session needs"
         " progress_regex= or progress_file= where its length is known; without, leave steps= and epochs= out, and"
-        " nothing will be known of what it has trained"
+        " nothing will be known of what it has trained",
+        length=length,
     )
 
 
-def _unread_progress(row: IncarnationRow) -> str | None:
+def _unread_progress(row: IncarnationRow) -> Reason | None:
     """Return the failure of a script whose declared progress output never showed a step; None if there is none."""
     asked = row.submission
     named = {"progress_regex": asked.progress_regex, "progress_file": asked.progress_file}
     said = " or ".join(f"{name}={value!r}" for name, value in named.items() if value)
     if not said:
         return None
-    return f"the script ended with status 0, and {said} never showed a step: nothing is known to be trained"
+    kind = "the script ended with status 0, and {said:text} never showed a step: nothing is known to be trained"
+    return Reason(kind, said=said)
 
 
 def _out_of_memory(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
@@ -296,15 +322,22 @@ def _out_of_memory(context: PassContext, row: IncarnationRow, generation: Genera
     global_batch = row.submission.global_batch_size
     micro = said.micro_batch_size or row.micro_batch_size or global_batch
     if micro <= 1:
-        reason = "the device's memory does not suffice for a micro-batch of 1: use a smaller model or a larger device"
+        reason = Reason(
+            "the device's memory does not suffice for a micro-batch of 1: use a smaller model or a larger device"
+        )
         context.end(row, State.FAILED, reason, failure=f"{reason}\n{said.message}".strip())
         return
     row.micro_batch_size = smaller = (micro + 1) // 2  # Rounded up, so that 3 becomes 2: BatchNorm cannot train with 1.
     _again(
         context,
         row,
-        f"out of memory with a micro-batch of {micro}: tries again with {smaller}; the global batch stays"
-        f" {global_batch}",
+        Reason(
+            "out of memory with a micro-batch of {micro}: tries again with {smaller}; the global batch stays "
+            "{global_batch}",
+            micro=micro,
+            smaller=smaller,
+            global_batch=global_batch,
+        ),
     )
 
 
@@ -314,9 +347,10 @@ def _failed(context: PassContext, row: IncarnationRow, generation: GenerationRow
             context.end(row, State.FAILED, untrained, failure=untrained)
             return
         total = f" of {row.total_steps}" if row.total_steps is not None else ""
-        reason = f"the script ended with status 0 after {row.step}{total} steps, before it was finished"
+        kind = "the script ended with status 0 after {step}{total} steps, before it was finished"
         if row.total_steps is not None and row.step >= row.total_steps:
-            reason += ": a loop of your own ends with session.finish(), which saves the result"
+            kind += ": a loop of your own ends with session.finish(), which saves the result"
+        reason = Reason(kind, step=row.step, total=total)
         if not row.ever_reported:
             context.end(row, State.SUCCEEDED, _NOTHING_KNOWN)
             return
@@ -327,41 +361,49 @@ def _failed(context: PassContext, row: IncarnationRow, generation: GenerationRow
         by_signal = True
     saved = row.promoted is not None and row.promoted.step > row.restart_step
     progressed = saved or row.step > max(row.restart_step, 0)
-    _restart_or_fail(context, row, generation, _first_line(generation), progressed=progressed or by_signal)
+    _restart_or_fail(
+        context, row, generation, Reason.quoted(_first_line(generation)), progressed=progressed or by_signal
+    )
 
 
 def _lost(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     row.losses = 1 if _saved_step(row) > max(row.restart_step, 0) else row.losses + 1
     if row.losses > context.settings.max_losses:
-        reason = f"lost its workers {row.losses} times in a row without progress: {_first_line(generation)}"
+        reason = Reason(
+            "lost its workers {losses} times in a row without progress: {said:text}",
+            losses=row.losses,
+            said=_first_line(generation),
+        )
         context.end(row, State.FAILED, reason, failure=_failure(generation))
         return
-    _again(context, row, f"lost its workers: {_first_line(generation)}")
+    _again(context, row, Reason("lost its workers: {said:text}", said=_first_line(generation)))
 
 
 def _restart_or_fail(
-    context: PassContext, row: IncarnationRow, generation: GenerationRow, reason: str, *, progressed: bool
+    context: PassContext, row: IncarnationRow, generation: GenerationRow, reason: Reason, *, progressed: bool
 ) -> None:
     if row.restarts >= context.settings.max_restarts or not progressed:
         why = "without progress since the start" if not progressed else f"after {row.restarts} restarts"
         where = f"at step {row.step}" + (f" of {row.total_steps}" if row.total_steps is not None else "")
-        context.end(row, State.FAILED, f"failed {where}, {why}: {reason}", failure=_failure(generation, reason))
+        said = Reason("failed {where}, {why}: {reason}", where=where, why=why, reason=reason)
+        context.end(row, State.FAILED, said, failure=_failure(generation, str(reason)))
         return
     row.restarts += 1
-    _again(context, row, f"restart {row.restarts} of {context.settings.max_restarts} after a failure: {reason}")
+    kind = "restart {restarts} of {most} after a failure: {reason}"
+    _again(context, row, Reason(kind, restarts=row.restarts, most=context.settings.max_restarts, reason=reason))
 
 
-def _again(context: PassContext, row: IncarnationRow, reason: str) -> None:
+def _again(context: PassContext, row: IncarnationRow, reason: Reason) -> None:
     """Restart a job whose gang is gone; the scheduler decides when and where the next one starts."""
     step, lost = _saved_step(row), row.step
     row.restart_step = step
     row.desired_generation = None
     row.step = min(row.step, step) if row.promoted else row.step
     if row.promoted is None and lost > 0:
-        where = f"begins again at step 0, as there was no checkpoint yet ({lost} steps are lost)"
+        where = Reason("begins again at step 0, as there was no checkpoint yet ({lost} steps are lost)", lost=lost)
     else:
-        where = f"goes on from step {step}"
-    context.event(RestartingData(step=step), f"{reason}; {where}", row)
+        where = Reason("goes on from step {step}", step=step)
+    context.event(RestartingData(step=step), Reason("{reason}; {where}", reason=reason, where=where), row)
     if context.knows(row.job_id):
         if row.promoted:
             loss_target.tell(context, row, step=step)

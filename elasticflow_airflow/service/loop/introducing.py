@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from elasticflow_airflow.api import EventKind, JobSubmission, State, largest_share
 from elasticflow_airflow.api.event_data import SubmittedData
@@ -18,6 +19,7 @@ from elasticflow_airflow.runtime.logical_workers import DEFAULT_LOGICAL_WORKERS
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.config import Objective
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
 from elasticflow_airflow.scheduler_core.planning.protection_price import FORGOTTEN
 from elasticflow_airflow.service.decisions import lateness, loss_target, recurring_runs, resuming, task_history
@@ -30,7 +32,9 @@ from elasticflow_airflow.service.store.documents.scheduler_values import curve_f
 from elasticflow_airflow.service.store.tables import AmendmentRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move
 from elasticflow_airflow.service.store.views import UNREADABLE
-from elasticflow_airflow.times import duration
+
+_TASKS_AT_ONCE = 200
+"""For so many new jobs what is known of their tasks is loaded together."""
 
 
 def introduce(
@@ -50,7 +54,7 @@ def introduce(
             if row.target and row.target.at_most is not None and context.knows(row.job_id) and not row.ending:
                 loss_target.tell(context, row)
             if row.state == State.SUBMITTED and not row.ending:
-                move(row, State.WAITING, row.verdict.reason or "waits for slots")
+                move(row, State.WAITING, row.verdict.reason or Reason("waits for slots"))
 
 
 def _newcomers(
@@ -62,6 +66,8 @@ def _newcomers(
     asked: list[IncarnationRow],
 ) -> Iterator[Job]:
     """Yield the jobs to ask the scheduler about, and add their rows to ``asked``; stops when the time is over."""
+    new = (row for row in context.rows if not row.introduced and not row.terminal)
+    context.tx.load_tasks([context.jobs[row.job_id].recurring_key for row in islice(new, _TASKS_AT_ONCE)])
     for row in list(context.rows):
         if row.introduced or row.terminal or row.cancel_reason is not None or row.ending:
             continue
@@ -101,10 +107,13 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
     loss_target.begin(context, row, past.loss_curve)
     most, least = most_workers(submission, row.logical_workers), submission.min_workers
     if most < least:
-        reason = (
-            f"min_workers={least}, but the checkpoint that it goes on from was trained with {row.logical_workers}"
-            f" logical workers, and there are never more workers: give min_workers={most} at most, or logical_workers="
-            " to train from the beginning"
+        reason = Reason(
+            "min_workers={least}, but the checkpoint that it goes on from was trained with {logical_workers} logical "
+            "workers, and there are never more workers: give min_workers={most} at most, or logical_workers= to train "
+            "from the beginning",
+            least=least,
+            logical_workers=row.logical_workers or most,
+            most=most,
         )
         context.end(row, State.FAILED, reason, failure=reason)
         return None
@@ -133,20 +142,20 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
         return None
     limit = _limit(submission, row.logical_workers, slots)
     row.verdict = replace(row.verdict, limit=limit)
-    reason = _what_is_known(submission, speeds) + limit
-    context.event(SubmittedData(deadline_at=row.deadline_at, curve=speeds), f"submitted; {reason}", row)
+    said = Reason("submitted; {known}{limit}", known=_what_is_known(submission, speeds), limit=limit)
+    context.event(SubmittedData(deadline_at=row.deadline_at, curve=speeds), said, row)
     return replace(asked, task=recurring_runs.arrive(context, job, row))
 
 
-def _what_is_known(submission: JobSubmission, speeds: Mapping[str, float] | None) -> str:
+def _what_is_known(submission: JobSubmission, speeds: Mapping[str, float] | None) -> Reason:
     """Describe what is known of the speed of a job, for the event of its submission."""
     if not speeds:
-        return "its speed is not known yet: it is measured first"
+        return Reason("its speed is not known yet: it is measured first")
     if submission.scaling_curve:
-        return "its scaling curve is known"
+        return Reason("its scaling curve is known")
     *most, last = map(str, sorted(map(int, speeds)))
     sizes = f"{', '.join(most)} and {last} workers" if most else "1 worker" if last == "1" else f"{last} workers"
-    return f"its speed with {sizes} is known from earlier runs"
+    return Reason("its speed with {sizes} is known from earlier runs", sizes=sizes)
 
 
 def recall(context: PassContext, scheduler: Scheduler) -> None:
@@ -189,17 +198,19 @@ def logical_workers(submission: JobSubmission) -> int | None:
     return largest_share(batch, max(DEFAULT_LOGICAL_WORKERS, least, submission.max_workers or 1))
 
 
-def _limit(submission: JobSubmission, shares: int | None, slots: int) -> str:
+def _limit(submission: JobSubmission, shares: int | None, slots: int) -> Reason:
     """Return the text for a job whose shares keep it from slots that the cluster has and ``max_workers`` allows."""
     wanted = min(slots, submission.max_workers or slots)
     if shares is None or shares >= wanted:
-        return ""
+        return Reason("")
     batch = submission.global_batch_size
     if submission.logical_workers:
-        return f"; at most {shares} workers train it, one for each of its logical_workers"
-    if largest_share(batch, wanted) > shares:
-        return f"; at most {shares} workers train it, one for each of its logical_workers: max_workers= raises both"
-    return f"; at most {shares} workers can share its global_batch_size={batch} equally"
+        kind = "; at most {shares} workers train it, one for each of its logical_workers"
+    elif largest_share(batch, wanted) > shares:
+        kind = "; at most {shares} workers train it, one for each of its logical_workers: max_workers= raises both"
+    else:
+        kind = "; at most {shares} workers can share its global_batch_size={batch} equally"
+    return Reason(kind, shares=shares, batch=batch)
 
 
 def most_workers(submission: JobSubmission, shares: int | None) -> int:
@@ -216,9 +227,9 @@ def _say_where_it_starts(context: PassContext, row: IncarnationRow) -> None:
         none = "there is no earlier success of this task"
         if latest is not None:
             none = "where the last success of this task left its checkpoint cannot be read"
-        context.event(EventKind.INITIALISED, f'init_from="latest": {none}, so it starts fresh', row)
+        context.event(EventKind.INITIALISED, Reason('init_from="latest": {none}, so it starts fresh', none=none), row)
     elif row.init_from_path is not None and not context.files.is_checkpoint(row.init_from_path):
-        reason = f"init_from={row.init_from_path}: there is no such checkpoint folder on this machine"
+        reason = Reason("init_from={path}: there is no such checkpoint folder on this machine", path=row.init_from_path)
         context.end(row, State.FAILED, reason, failure=reason)
 
 
@@ -228,14 +239,14 @@ def cancel(context: PassContext) -> None:
         if row.cancel_reason is not None and not row.terminal:
             # ``end`` keeps an end that was decided before, also a success that is about to complete.
             with context.on_behalf_of(row.job_id, "cancelling it"):
-                context.end(row, State.CANCELLED, row.cancel_reason or "cancelled")
+                context.end(row, State.CANCELLED, Reason.quoted(row.cancel_reason or "cancelled"))
 
 
 def amend(context: PassContext) -> None:
     """Ask the scheduler about amendments, in order."""
     for amendment in context.tx.open_amendments():
         if amendment.job_id in context.faults:
-            amendment.answer = AmendmentAnswer(accepted=False, reason="the job is set aside")
+            amendment.answer = AmendmentAnswer(accepted=False, reason=Reason("the job is set aside"))
             continue
         with context.on_behalf_of(amendment.job_id, "asking the scheduler about an amendment of it"):
             _amend(context, amendment)
@@ -246,7 +257,7 @@ def _amend(context: PassContext, amendment: AmendmentRow) -> None:
     if row is not None and not row.introduced and not row.terminal:
         return
     if row is None or row.terminal or row.ending or not context.knows(row.job_id):
-        amendment.answer = AmendmentAnswer(accepted=False, reason="the job is over")
+        amendment.answer = AmendmentAnswer(accepted=False, reason=Reason("the job is over"))
         return
     context.amendment = amendment
     feed(
@@ -260,7 +271,7 @@ def _amend(context: PassContext, amendment: AmendmentRow) -> None:
     )
     context.amendment = None
     if amendment.answer is None:
-        amendment.answer = AmendmentAnswer(accepted=True, reason="nothing changed")
+        amendment.answer = AmendmentAnswer(accepted=True, reason=Reason("nothing changed"))
 
 
 @dataclass(slots=True)
@@ -316,13 +327,16 @@ class Leases:
 
 def _expire(context: PassContext, row: IncarnationRow, away_s: float) -> None:
     if away_s > row.lease_s + row.orphan_s:
-        reason = f"nobody has asked for the job for {duration(away_s)}: cancelled"
+        reason = Reason("nobody has asked for the job for {away_s:duration}: cancelled", away_s=away_s)
         context.tx.rely_on(row, "renewals")
         context.end(row, State.CANCELLED, reason)
     elif away_s > row.lease_s and not row.parked and row.job_id not in context.faults:
         context.tx.rely_on(row, "renewals")
         row.parked = True
-        reason = f"nobody has asked for the job for {duration(away_s)}: suspended with a checkpoint until somebody does"
+        reason = Reason(
+            "nobody has asked for the job for {away_s:duration}: suspended with a checkpoint until somebody does",
+            away_s=away_s,
+        )
         context.event(EventKind.PARKED, reason, row)
         feed(context, ev.JobParked(row.job_id))
         row.desired_generation = None
@@ -331,7 +345,7 @@ def _expire(context: PassContext, row: IncarnationRow, away_s: float) -> None:
 
 def _unpark(context: PassContext, row: IncarnationRow) -> None:
     row.parked = False
-    reason = "its owner is back"
+    reason = Reason("its owner is back")
     context.event(EventKind.UNPARKED, reason, row)
     move(row, State.ADMITTED, reason)
     feed(context, ev.JobUnparked(row.job_id))

@@ -28,7 +28,7 @@ from elasticflow_airflow.runtime.logical_workers import is_power_of_two
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
-from elasticflow_airflow.scheduler_core.model.explain import workers
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Phase
 from elasticflow_airflow.service.decisions import loss_target, task_history
 from elasticflow_airflow.service.decisions.deciding import feed, feed_reports
@@ -168,7 +168,12 @@ def _running(context: PassContext, row: IncarnationRow, generation: GenerationRo
         step = row.step if generation.first_step is None else generation.first_step
         context.event(
             StartedData(generation=generation.generation, workers=generation.workers, step=step),
-            f"generation {generation.generation} trains with {workers(generation.workers)} from step {step}",
+            Reason(
+                "generation {generation} trains with {workers:#worker} from step {step}",
+                generation=generation.generation,
+                workers=generation.workers,
+                step=step,
+            ),
             row,
         )
 
@@ -189,7 +194,12 @@ def _switched(context: PassContext, row: IncarnationRow, generation: GenerationR
             pause_s=pause_s,
             state_bytes=size_bytes,
         ),
-        f"{_change(generation, before, new=new)} at step {step}{_cost(pause_s, size_bytes)}",
+        Reason(
+            "{change} at step {step}{cost}",
+            change=_change(generation, before, new=new),
+            step=step,
+            cost=_cost(pause_s, size_bytes),
+        ),
         row,
     )
     costs = row.costs
@@ -244,7 +254,7 @@ def _count_slow_start(context: PassContext, row: IncarnationRow, generation: Gen
     if generation.notes.cost_measured or took_s <= context.costs_of(row).startup_s:
         return
     generation.notes = replace(generation.notes, cost_measured=True)
-    row.costs = row.costs.updated(startup_s=took_s)
+    context.measured_cost(row, "startup_s", took_s, (generation.created_at, began_at))
     _tell_costs(context, row)
 
 
@@ -256,14 +266,16 @@ def _tell_able(context: PassContext, row: IncarnationRow, generation: Generation
         _tell_costs(context, row)
 
 
-def _change(generation: GenerationRow, before: GenerationRow | None, *, new: bool) -> str:
+def _change(generation: GenerationRow, before: GenerationRow | None, *, new: bool) -> Reason:
     if before is None:
-        return f"goes on with {workers(generation.workers)}"
+        return Reason("goes on with {workers:#worker}", workers=generation.workers)
     if before.workers != generation.workers:
-        return f"rescaled in place from {before.workers} to {workers(generation.workers)}"
+        return Reason(
+            "rescaled in place from {before} to {after:#worker}", before=before.workers, after=generation.workers
+        )
     if new:
-        return f"moved in place with {workers(generation.workers)} to other slots"
-    return f"goes on in place with {workers(generation.workers)}"
+        return Reason("moved in place with {workers:#worker} to other slots", workers=generation.workers)
+    return Reason("goes on in place with {workers:#worker}", workers=generation.workers)
 
 
 def _cost(pause_s: float | None, size_bytes: float | None) -> str:
@@ -353,7 +365,7 @@ def _fold_report(context: PassContext, row: IncarnationRow, generation: Generati
             generation.notes = generation.notes.failed(message, kind)
         case ReportKind.WARNING:
             if data.get("field") is None or _is_new(row, str(data["field"])):
-                context.event(WarningData(generation=generation.generation), message, row)
+                context.event(WarningData(generation=generation.generation), Reason.quoted(message), row)
     return report.kind is ReportKind.FINISHED and loss_target.reached(row)  # Otherwise the last step has reported it.
 
 
@@ -363,7 +375,11 @@ def _say_refused(
     """Warn about the refused fields of a report, once per job and field."""
     for field, problem in refused.items():
         if _is_new(row, field):
-            reason = f"the training reports values that are not taken: {field} {problem}"
+            reason = Reason(
+                "the training reports values that are not taken: {field:text} {problem:text}",
+                field=field,
+                problem=problem,
+            )
             context.event(WarningData(generation=generation.generation, field=field), reason, row)
 
 
@@ -400,14 +416,22 @@ def _started(context: PassContext, row: IncarnationRow, generation: GenerationRo
         row.seed = int(data["seed"]) if row.seed is None else row.seed
         if first:
             shares = "" if row.logical_workers is None else f" in {row.logical_workers} logical workers"
-            context.event(SeedData(seed=row.seed), f"trains with seed {row.seed}{shares}", row)
+            context.event(
+                SeedData(seed=row.seed), Reason("trains with seed {seed}{shares}", seed=row.seed, shares=shares), row
+            )
     if data.get("init_from"):
-        context.event(EventKind.INITIALISED, f"starts from the weights of {data['init_from']}", row)
+        context.event(
+            EventKind.INITIALISED, Reason("starts from the weights of {path:text}", path=str(data["init_from"])), row
+        )
     steps = data.get("steps")
     if steps is None or row.total_steps == steps:
         return False
     if row.total_steps is not None:
-        reason = f"the training says that it is {steps} steps long, not {row.total_steps}"
+        reason = Reason(
+            "the training says that it is {steps} steps long, not {total_steps}",
+            steps=steps,
+            total_steps=row.total_steps,
+        )
         context.event(LengthData(steps=steps), reason, row)
     row.total_steps = int(steps)
     if context.knows(row.job_id) and not row.ending:
@@ -423,7 +447,9 @@ def _adopt_logical_workers(context: PassContext, row: IncarnationRow, report: Re
     if not is_power_of_two(said) or row.submission.global_batch_size % said:
         return
     row.logical_workers = said
-    reason = f"the script says how many logical workers it has, {said}: at most so many workers train it"
+    reason = Reason(
+        "the script says how many logical workers it has, {said}: at most so many workers train it", said=said
+    )
     context.event(LogicalWorkersData(logical_workers=said), reason, row)
     if context.knows(row.job_id) and not row.ending:
         feed(context, ev.JobAmended(row.job_id, max_workers=said))
@@ -435,13 +461,15 @@ def _progress(context: PassContext, row: IncarnationRow, generation: GenerationR
     if last is not None and report.step < last and report.worker_id != generation.notes.progress_of:
         return False  # A late report of the rank 0 before a change: the workers' files are not read at the same moment.
     if last is not None and report.step < last:
-        reason = f"the progress went backwards, from step {last} to {report.step}, without a restart"
+        reason = Reason(
+            "the progress went backwards, from step {last} to {step}, without a restart", last=last, step=report.step
+        )
         context.end(row, State.FAILED, reason, failure=reason)
         return False
     data = report.data
     loss = data.get("loss")
     if isinstance(loss, str) or (isinstance(loss, float) and not math.isfinite(loss)):
-        reason = f"the loss is {loss} at step {report.step}"
+        reason = Reason("the loss is {loss} at step {step}", loss=str(loss), step=report.step)
         context.end(row, State.FAILED, reason, failure=reason)
         return False
     at_s = min(report.at_s, context.now)
@@ -479,7 +507,9 @@ def _tell_progress(context: PassContext, row: IncarnationRow, generation: Genera
         speed = speed_measurement.measured_speed(generation.window, context.enough)
         if speed is not None:
             generation.notes = replace(generation.notes, measured=True)
-            reason = f"measured {speed:.3g} steps/s with {workers(generation.workers)}"
+            reason = Reason(
+                "measured {speed:.3g} steps/s with {workers:#worker}", speed=speed, workers=generation.workers
+            )
             context.event(MeasuredData(workers=generation.workers, steps_per_s=speed), reason, row)
             if not row.submission.scaling_curve:  # Even if it is refused, its next run need not measure this again.
                 task_history.remember(context, row)
@@ -518,13 +548,13 @@ def _measure(context: PassContext, row: IncarnationRow, generation: GenerationRo
     began_at = speed_measurement.training_began_at(generation.window, generation.last_step_at, speed)
     lost_s = began_at - generation.created_at
     if generation.fresh_start:
-        row.costs = row.costs.updated(startup_s=max(0.0, lost_s))
+        context.measured_cost(row, "startup_s", lost_s, (generation.created_at, began_at))
         return
     # The previous gang trained on while this one started: its steps count, at the speed of this one.
     ordered_step, first_step = generation.notes.ordered_at_step, generation.first_step
     if ordered_step is not None and first_step is not None:
         lost_s -= max(0, first_step - ordered_step) / speed
-        row.costs = row.costs.updated(pause_s=max(0.0, lost_s))
+        context.measured_cost(row, "pause_s", lost_s, (generation.created_at, began_at))
 
 
 def _candidate(context: PassContext, row: IncarnationRow, generation: GenerationRow, path: str, report: Report) -> None:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from elasticflow_airflow.api.event_data import CheckpointDamagedData, CheckpointData
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import Promotion
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked, Verified
 from elasticflow_airflow.service.store.tables import CandidateRow, GenerationRow, IncarnationRow
@@ -19,6 +20,7 @@ from elasticflow_airflow.service.store.tables import CandidateRow, GenerationRow
 
 def record(context: PassContext, looked: Sequence[Looked]) -> None:
     """Record the results about candidates, and promote the best one."""
+    context.tx.load_candidates({(one.job_id, one.incarnation) for one in looked})
     for one in looked:
         row = context.row(one.job_id, one.incarnation)
         if row is None:
@@ -59,7 +61,7 @@ def _record(context: PassContext, row: IncarnationRow, known: CandidateRow | Non
     candidate.digest = verified.digest
     candidate.status = "invalid" if verified.problem else "valid"
     if verified.problem:
-        reason = f"checkpoint {verified.path} is not used: {verified.problem}"
+        reason = Reason("checkpoint {path} is not used: {problem:text}", path=verified.path, problem=verified.problem)
         context.event(CheckpointDamagedData(path=verified.path), reason, row)
 
 
@@ -73,7 +75,7 @@ def _promote_best(context: PassContext, row: IncarnationRow) -> None:
         return
     row.promoted = Promotion(path=best.path, generation=best.generation, step=best.step, digest=best.digest)
     where = context.files.checkpoint(row.job_id, row.incarnation, best.path)
-    reason = f"the checkpoint of step {best.step} counts from now on"
+    reason = Reason("the checkpoint of step {step} counts from now on", step=best.step)
     context.event(CheckpointData(**asdict(row.promoted), checkpoint_path=str(where)), reason, row)
 
 
@@ -89,10 +91,11 @@ def ask(context: PassContext, candidate_service: CandidateService) -> None:
         if row is not None:
             with context.on_behalf_of(row.job_id, doing):
                 candidate_service.ask_candidate(row.job_id, row.incarnation, candidate.path)
-    for generation in context.generations.values():
-        if generation.state == GangState.ENDED and not generation.judged:
-            with context.on_behalf_of(generation.job_id, doing):
-                _ask_of_generation(context, candidate_service, generation)
+    ended = [g for g in context.generations.values() if g.state == GangState.ENDED and not g.judged]
+    context.tx.load_candidates({(generation.job_id, generation.incarnation) for generation in ended})
+    for generation in ended:
+        with context.on_behalf_of(generation.job_id, doing):
+            _ask_of_generation(context, candidate_service, generation)
     for row in context.rows:
         with context.on_behalf_of(row.job_id, doing):
             _ask_to_delete(context, candidate_service, row, valid.get((row.job_id, row.incarnation), []))

@@ -22,13 +22,14 @@ from elasticflow_airflow.engines.port import Engine, EngineError, EngineNode, Ga
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.jobs.learned_speed import sigma_of_margin
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import JobState, Node, Slot
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.decisions import recurring_runs, setting_aside
 from elasticflow_airflow.service.decisions.deciding import record_all
 from elasticflow_airflow.service.decisions.faults import Faults, SchedulerFaultError, ServiceFaultError
 from elasticflow_airflow.service.decisions.foresight import Foresight, foresight_of
-from elasticflow_airflow.service.decisions.pass_context import Held, PassContext, alive
+from elasticflow_airflow.service.decisions.pass_context import Absence, Held, PassContext, alive
 from elasticflow_airflow.service.decisions.renewals import Renewals
 from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
@@ -43,8 +44,7 @@ from elasticflow_airflow.service.store.documents.scheduler_values import state_f
 from elasticflow_airflow.service.store.store import Store
 from elasticflow_airflow.service.store.stored_bounds import state_out_of_bounds
 from elasticflow_airflow.service.store.tables import IncarnationRow
-from elasticflow_airflow.service.store.unit_of_work import StaleReadError, UnstorableError, unit_of_work
-from elasticflow_airflow.times import duration
+from elasticflow_airflow.service.store.unit_of_work import StaleReadError, UnitOfWork, UnstorableError, unit_of_work
 
 _RETRY_S = 1.0
 _CLOCK_JUMP_S = 5.0
@@ -118,6 +118,7 @@ class Reconciler:
         self._faults = Faults()
         self._begun_s: float | None = None
         """When the first pass began, in monotonic time."""
+        self._absence: Absence | None = None
         self._ignored: list[str] = []
         """Stored facts about nodes and slots that cannot be used."""
         self._bounds = setting_aside.BoundsCheck()
@@ -279,23 +280,18 @@ class Reconciler:
                 self._faults.inherit(
                     {row.job_id: row.set_aside for _, row in work.current_rows if row.set_aside and not row.terminal}
                 )
-            context = PassContext.open(
-                work,
-                now,
-                self._settings,
-                self._scheduler or Scheduler(),
-                self._engine.files,
-                self._wake_at,
-                self._faults,
-            )
-            context.singly = self._singly
+            if not self._has_begun:
+                self._absence = _absence_until(now, work)
+            context = self._open(work, now)
             try:
+                setting_aside.notice_troubles(context, observations or ())
+                self._bounds.check(context, observations or ())
+                if self._set_aside(context):  # Nothing was decided yet, so the pass goes on without them.
+                    self._scheduler, context = None, self._open(work, now)
                 if observations is not None:
                     self._leftovers.look(context, observations, self._nodes)
                 context.held = self._leftovers.held(context)
                 unknown_gangs.number_above(context, self._engine.latest, everyone=self._scheduler is None)
-                setting_aside.notice_troubles(context, observations or ())
-                self._bounds.check(context, observations or ())
                 setting_aside.place(context, observations or ())
                 if self._scheduler is None:
                     self._scheduler = self._restore(context)
@@ -346,6 +342,19 @@ class Reconciler:
             self._scheduler = None
             return 0.0
         return self._interval(context)
+
+    def _open(self, work: UnitOfWork, now: float) -> PassContext:
+        context = PassContext.open(
+            work,
+            now,
+            self._settings,
+            self._scheduler or Scheduler(),
+            self._engine.files,
+            self._wake_at,
+            self._faults,
+        )
+        context.singly, context.absence = self._singly, self._absence
+        return context
 
     def _publish(self, context: PassContext, states: Mapping[str, JobState]) -> None:
         """Keep the plan for readers until the next pass. Nothing depends on it, so an error here fails no pass."""
@@ -406,10 +415,8 @@ class Reconciler:
         context.wake_at = None
         record_all(context, decisions)
         if states and not self._has_begun:
-            jobs = "job" if len(states) == 1 else "jobs"
-            context.tx.add_event(
-                EventKind.SERVICE_STARTED, f"the service has started and goes on with {len(states)} {jobs}"
-            )
+            reason = Reason("the service has started and goes on with {jobs:#job}", jobs=len(states))
+            context.tx.add_event(EventKind.SERVICE_STARTED, reason)
         return scheduler
 
     def _state_of(self, context: PassContext, row: IncarnationRow) -> JobState | None:
@@ -445,9 +452,10 @@ class Reconciler:
         self._clock_offset_s = offset_s
         if abs(jump_s) > _CLOCK_JUMP_S:
             direction = "forward" if jump_s > 0 else "back"
-            reason = f"the clock of this machine jumped {direction} by {duration(abs(jump_s))}; leases are not affected"
+            kind = f"the clock of this machine jumped {direction} by {{jump:duration}}; leases are not affected"
+            reason = Reason(kind, jump=abs(jump_s))
             context.tx.add_event(EventKind.CLOCK_JUMPED, reason)
-            log.warning(reason)
+            log.warning(str(reason))
 
     def _notice_ignored(self, ignored: list[str]) -> None:
         """Log each stored fact that is ignored, once."""
@@ -520,3 +528,11 @@ class Reconciler:
 
 def _new_scheduler(settings: ServiceSettings, nodes: Iterable[Node]) -> Scheduler:
     return Scheduler(settings.scheduler_config(), nodes, recurring_runs.POLICY)
+
+
+def _absence_until(now: float, work: UnitOfWork) -> Absence:
+    """Return since when no service has stored anything of the jobs that live: one that is there stores each step."""
+    signs = [at for _, row in work.current_rows for at in (row.submitted_at, row.last_step_at)]
+    signs += [generation.created_at for generation in work.current_generations]
+    # What is stored of a job may be anything, see ``setting_aside.py``.
+    return Absence(max((at for at in signs if isinstance(at, int | float) and at <= now), default=now), now)

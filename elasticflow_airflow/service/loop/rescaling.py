@@ -29,15 +29,14 @@ from elasticflow_airflow.api.event_data import (
 from elasticflow_airflow.engines.port import GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
-from elasticflow_airflow.scheduler_core.model import explain
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.next_generation import can_continue, gave_up, order
 from elasticflow_airflow.service.decisions.pass_context import PassContext, alive
 from elasticflow_airflow.service.store.documents.scheduler_values import placement_from_json, slots_to_json
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import ORDERED
-from elasticflow_airflow.times import duration
 
 LEFT_ALONE_S = 5.0
 """Grace period: workers of a finished training exit shortly after each other, after reporting that it is finished."""
@@ -71,7 +70,7 @@ def _heal(context: PassContext, row: IncarnationRow) -> None:
     dead = [w for w in workers if (w.exit_code or 0) < 0 and w.worker_id not in known]
     if dead:
         said = _names(dead, [f"died ({_signal(worker)})" for worker in dead])
-        recover(context, row, training, {worker.worker_id for worker in dead}, said)
+        recover(context, row, training, {worker.worker_id for worker in dead}, Reason(said))
     elif desired is not training and not leaving and desired.mode == RescaleMode.IN_PLACE:
         _look_after_joiners(context, row, training, desired)
 
@@ -85,11 +84,16 @@ def _end_left_alone(context: PassContext, row: IncarnationRow, training: Generat
         left = [worker for worker in _workers(context, training) if worker.exit_code == 0]
         said = _names(left, ["ended with status 0" for _ in left])
         total = f" of {row.total_steps}" if row.total_steps is not None else ""
-        reason = f"{said} after {row.step}{total} steps, before it was finished, and left the others alone"
+        reason = Reason(
+            "{said} after {step}{total} steps, before it was finished, and left the others alone",
+            said=said,
+            step=row.step,
+            total=total,
+        )
         context.end(row, State.FAILED, reason, failure=reason)
 
 
-def recover(context: PassContext, row: IncarnationRow, training: GenerationRow, lost: set[str], what: str) -> None:
+def recover(context: PassContext, row: IncarnationRow, training: GenerationRow, lost: set[str], what: Reason) -> None:
     """Have the surviving workers go on from memory; ``what`` describes what happened to the ``lost``."""
     known = context.lost_since(row, training) | lost
     living = [w for w in _workers(context, training) if w.exit_code is None and w.worker_id not in known]
@@ -99,19 +103,24 @@ def recover(context: PassContext, row: IncarnationRow, training: GenerationRow, 
     window_s = context.settings.recovery_window_s
     before = [at for at in row.in_place.recoveries if context.now - at < window_s]
     if len(before) >= context.settings.max_recoveries:
-        again = f"; it is the {_ordinal(len(before) + 1)} time within {duration(window_s)}" if before else ""
-        reason = f"{what}{again}: restarts from the last checkpoint"
+        again = "; it is the {ordinal} time within {window_s:duration}" if before else ""
+        reason = Reason(
+            "{what}" + again + ": restarts from the last checkpoint",
+            what=what,
+            ordinal=_ordinal(len(before) + 1),
+            window_s=window_s,
+        )
         context.event(WorkerLostData(generation=training.generation, lost=sorted(lost)), reason, row)
         for generation in (desired, training):
             if generation is not None:
                 generation.desired, generation.stop_cause = "stop", "deaths"
-        training.notes = replace(training.notes, message=reason)
+        training.notes = replace(training.notes, message=str(reason))
         return
     row.in_place = replace(row.in_place, recoveries=(*before, context.now))
     _drop_unswitched(context, row, training)
     slots = survivors(training.placement, [list(w.slot) for w in living])
-    workers = "1 worker goes" if len(slots) == 1 else f"{len(slots)} workers go"
-    reason = f"{what}: {workers} on from memory"
+    on = "{workers:#worker} goes on" if len(slots) == 1 else "{workers:#worker} go on"
+    reason = Reason("{what}: " + on + " from memory", what=what, workers=len(slots))
     generation = order(
         context,
         row,
@@ -148,7 +157,7 @@ def survivors(placement: Sequence[Sequence[object]], living: Sequence[Sequence[o
     return there[:size]
 
 
-def fall_back(context: PassContext, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
+def fall_back(context: PassContext, row: IncarnationRow, generation: GenerationRow, why: Reason) -> None:
     """Replace a change in place that failed by stop, save and restart."""
     _count_failure(row)
     training = context.training(row)
@@ -156,7 +165,7 @@ def fall_back(context: PassContext, row: IncarnationRow, generation: GenerationR
     _drop_unswitched(context, row, training)
     generation.notes = replace(generation.notes, dropped=True)
     further = " and so are all further changes" if gave_up(context, row) else ""
-    reason = f"{why}: changed by stop, save and restart instead{further}"
+    reason = Reason("{why}: changed by stop, save and restart instead{further}", why=why, further=further)
     restart = order(
         context,
         row,
@@ -196,8 +205,10 @@ def break_circles(context: PassContext) -> None:
             row, due, holders = waiting.pop(job_id)
             due.mode, due.continues, due.lost = RescaleMode.RESTART.value, None, []
             due.notes = replace(due.notes, vacate=True)
-            others = ", ".join(sorted(holders))
-            reason = f"its new slots are held by {others}, waiting for its own: saves, makes room, and starts again"
+            reason = Reason(
+                "its new slots are held by {others:job}, waiting for its own: saves, makes room, and starts again",
+                others=sorted(holders),
+            )
             context.event(RestartInsteadData(mode=due.mode, workers=due.workers), reason, row)
 
 
@@ -231,7 +242,7 @@ def go_on_as_planned(context: PassContext, row: IncarnationRow, generation: Gene
     planned = slots_to_json(state.placement.slots)
     if not planned:
         return
-    reason = "goes on to the slots that were planned for it"
+    reason = Reason("goes on to the slots that were planned for it")
     following = order(
         context,
         row,
@@ -267,15 +278,21 @@ def _look_after_joiners(
     if not dead and change.state != GangState.ENDED:
         return
     if dead:
-        said = _names(dead, [_why_it_did_not_join(worker) for worker in dead])
+        said = Reason(_names(dead, [_why_it_did_not_join(worker) for worker in dead]))
     else:
-        said = f"generation {change.generation} ended before it could train: {change.failure or 'nobody said why'}"
+        said = Reason(
+            "generation {generation} ended before it could train: {why:text}",
+            generation=change.generation,
+            why=change.failure or "nobody said why",
+        )
     if change.purpose == Purpose.PROFILE and not change.notes.measured and context.knows(row.job_id):
         change.notes = replace(change.notes, measured=True)
         _count_failure(row)
         _stay(context, row, training, dead, said)
         context.event(
-            NotMeasuredData(workers=change.workers), f"{change.workers} workers could not be measured: {said}", row
+            NotMeasuredData(workers=change.workers),
+            Reason("{workers} workers could not be measured: {said}", workers=change.workers, said=said),
+            row,
         )
         feed(context, ev.JobMeasured(row.job_id, change.workers, None, failed=True))
     elif row.in_place.failures + 1 >= context.settings.in_place_attempts or _given_away(context, training):
@@ -296,10 +313,10 @@ def _stay(
     row: IncarnationRow,
     training: GenerationRow,
     dead: Sequence[WorkerObservation],
-    said: str,
+    said: Reason,
 ) -> None:
     _drop_unswitched(context, row, training)
-    reason = f"{said}: stays with {explain.workers(training.workers)} where it was"
+    reason = Reason("{said}: stays with {workers:#worker} where it was", said=said, workers=training.workers)
     generation = order(
         context,
         row,

@@ -20,12 +20,12 @@ from elasticflow_airflow.scheduler_core.jobs.stragglers import StragglerRule, ad
 from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import JobState
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.next_generation import can_continue
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
-from elasticflow_airflow.times import moment
 
 _ASK_AGAIN_S = 30.0
 """Seconds until a slow worker that was left in place is tried again, as other slots may be free by then."""
@@ -44,11 +44,15 @@ class _Slow:
     median_s: float
 
     @property
-    def seen(self) -> str:
+    def seen(self) -> Reason:
         slot = self.worker.slot
-        return (
-            f"worker {self.worker.worker_id} on {slot.node_id}:{slot.index} computes {self.step_s:.3g} s a step, and"
-            f" the median of the others is {self.median_s:.3g} s"
+        return Reason(
+            "worker {worker} on {slot} computes {step_s:.3g} s a step, and the median of the others is {median_s:.3g} "
+            "s",
+            worker=self.worker.worker_id,
+            slot=slot.name,
+            step_s=self.step_s,
+            median_s=self.median_s,
         )
 
 
@@ -90,7 +94,9 @@ def take_back(context: PassContext) -> None:
     for row in context.tx.avoided():
         if row.until_at <= context.now:
             context.tx.forget_avoided(row)
-            reason = f"slot {row.node_id}:{row.slot_index} is used again: {row.reason}"
+            reason = Reason(
+                "slot {node}:{slot} is used again: {why}", node=row.node_id, slot=row.slot_index, why=row.reason
+            )
             context.tx.add_event(SlotBackData(node_id=row.node_id, slot=row.slot_index), reason)
 
 
@@ -124,14 +130,18 @@ def _answer(context: PassContext, row: IncarnationRow, training: GenerationRow, 
     )
     if against:
         if not again:
-            context.event(data, f"{slow.seen}: it is left there, as {against}", row)
+            context.event(data, Reason("{seen}: it is left there, as {against}", seen=slow.seen, against=against), row)
         return
     action = "moved" if workers >= training.workers else "shrunk"
-    done = "its gang moves to other slots" if action == "moved" else f"its gang goes on with {workers} of its workers"
-    reason = f"{slow.seen}: {done}, and the slot is avoided until {moment(until_s)}"
+    done = "its gang moves to other slots" if action == "moved" else "its gang goes on with {workers} of its workers"
+    kind = f"{{seen}}: {done}, and the slot is avoided until {{until_s:moment}}"
+    reason = Reason(kind, seen=slow.seen, workers=workers, until_s=until_s)
     context.event(replace(data, action=action, until_at=until_s), reason, row)
     context.tx.avoid(
-        slot.node_id, slot.index, until_s, f"worker {slow.worker.worker_id} of {row.job_id} was slow there"
+        slot.node_id,
+        slot.index,
+        until_s,
+        Reason("worker {worker_id} of {job:job} was slow there", worker_id=slow.worker.worker_id, job=row.job_id),
     )
     feed(context, event)
 
@@ -147,28 +157,32 @@ def _gain(context: PassContext, row: IncarnationRow, slow: _Slow) -> float:
     return 1.0 if known is None else min(max(1.0, likely / known), slow.step_s / slow.median_s)
 
 
-def _outcome(context: PassContext, row: IncarnationRow, training: GenerationRow, event: ev.SlotSlow) -> tuple[str, int]:
+def _outcome(
+    context: PassContext, row: IncarnationRow, training: GenerationRow, event: ev.SlotSlow
+) -> tuple[Reason, int]:
     """Ask a copy of the scheduler. Return why the gang should stay (empty: it should leave), and its new size."""
     if not context.settings.straggler_removal:
-        return "ELASTICFLOW_STRAGGLER_REMOVAL is off", 0
+        return Reason("ELASTICFLOW_STRAGGLER_REMOVAL is off"), 0
     if can_continue(context, row) is None:
-        return "its session cannot change its workers while it trains", 0
+        return Reason("its session cannot change its workers while it trains"), 0
     before = {state.job.job_id: state for state in context.scheduler.states()}
     trial = context.scheduler.twin()
     decisions = trial.handle(event, context.now)
     after = {state.job.job_id: state for state in trial.states()}
     mine = after.get(row.job_id)
     if mine is None or not mine.placement.slots or event.slot in mine.placement.slots:
-        return "no other slots are free", 0
+        return Reason("no other slots are free"), 0
     workers = mine.placement.workers
     if any(isinstance(decision, de.AtRisk) for decision in decisions):
-        return "no other slots are free, and without this one a deadline would be missed", 0
+        return Reason("no other slots are free, and without this one a deadline would be missed"), 0
     losers = [name for name in before if name != row.job_id and _loses(before[name], after.get(name))]
     if losers:
-        return f"the other slots are held by {', '.join(sorted(losers))}", 0
+        return Reason("the other slots are held by {others:job}", others=sorted(losers)), 0
     if workers < training.workers and _speed(mine) <= (row.steps_per_s or 0.0):
-        return f"no other slots are free, and with {workers} of its workers it would be slower still", 0
-    return "", workers
+        return Reason(
+            "no other slots are free, and with {workers} of its workers it would be slower still", workers=workers
+        ), 0
+    return Reason(""), workers
 
 
 def _loses(before: JobState, after: JobState | None) -> bool:

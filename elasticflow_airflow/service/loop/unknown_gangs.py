@@ -14,6 +14,7 @@ import structlog
 
 from elasticflow_airflow.api import EventKind
 from elasticflow_airflow.engines.port import STANDING, EngineNode, GangObservation, GangState
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Slot
 from elasticflow_airflow.service.decisions.pass_context import Held, PassContext, alive
 from elasticflow_airflow.service.decisions.setting_aside import slots_of
@@ -77,12 +78,18 @@ class Leftovers:
         self._telling = {key: _names(_slots(gang)) for key, gang in self._gangs.items()}
         for key, slots in self._telling.items():
             if key not in self._told:
-                reason = f"{_name(key)} holds {slots}, and is of no job of this service: it is told to save and leave"
-                context.tx.add_event(EventKind.LEFTOVER, f"{reason}; until then nothing is planned on its slots")
+                reason = Reason(
+                    "{gang} holds {slots}, and is of no job of this service: it is told to save and leave; until then "
+                    "nothing is planned on its slots",
+                    gang=_gang(key),
+                    slots=slots,
+                )
+                context.tx.add_event(EventKind.LEFTOVER, reason)
                 log.warning("a gang is of no job of this service", job_id=key[0], generation=key[1], slots=slots)
         for key in self._told.keys() - self._telling.keys():
             context.tx.add_event(
-                EventKind.LEFTOVER_GONE, f"{_name(key)} has left: its slots ({self._told[key]}) are used again"
+                EventKind.LEFTOVER_GONE,
+                Reason("{gang} has left: its slots ({slots}) are used again", gang=_gang(key), slots=self._told[key]),
             )
 
     def stored(self) -> None:
@@ -119,7 +126,7 @@ class Leftovers:
     def problems(self, now: float) -> list[str]:
         """Return the problems to report in the service's health."""
         told = [
-            f"{_name(key)} holds {_names(_slots(gang))}, and is of no job of this service (was"
+            f"{_gang(key)} holds {_names(_slots(gang))}, and is of no job of this service (was"
             " its database lost, or put back from a copy?): nothing is planned there until it has saved and left, as it"
             " was told to; if it does not, end its processes"
             for key, gang in list(self._gangs.items())
@@ -170,9 +177,9 @@ def _names(slots: Iterable[Slot]) -> str:
     return ", ".join(slot.name for slot in slots) or "no slots"
 
 
-def _name(key: _Key) -> str:
-    return f"a gang of {key[0]} (generation {key[1]})"
+def _gang(key: _Key) -> Reason:
+    return Reason("a gang of {job:job} (generation {generation})", job=key[0], generation=key[1])
 
 
 def _of_nobody(key: _Key) -> str:
-    return f"{_name(key)}, which is of no job of this service and is to leave"
+    return f"{_gang(key)}, which is of no job of this service and is to leave"

@@ -15,11 +15,11 @@ from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.loop.rescaling import fall_back, recover
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
-from elasticflow_airflow.times import duration, moment
 
 _HANG_STEPS = 20
 _WAITING = ("reduce", "wait")
@@ -42,13 +42,21 @@ def _watch_deadline(context: PassContext, row: IncarnationRow) -> None:
         return
     row.deadline_passed = True
     on_miss = row.submission.on_miss
-    reason = f"missed its deadline {moment(row.deadline_at)} at step {row.step} of {row.total_steps or '?'}"
-    context.event(EventKind.DEADLINE_MISSED, f'{reason}; on_miss="{on_miss}"', row)
+    reason = Reason(
+        "missed its deadline {deadline_at:moment} at step {step} of {total}",
+        deadline_at=row.deadline_at,
+        step=row.step,
+        total=row.total_steps or "?",
+    )
+    context.event(
+        EventKind.DEADLINE_MISSED, Reason('{reason}; on_miss="{on_miss}"', reason=reason, on_miss=on_miss), row
+    )
     if on_miss == "fail":
         context.end(row, State.FAILED, reason, failure=reason)
     elif on_miss == "use_last_checkpoint":
-        step = None if row.promoted is None else row.promoted.step
-        context.end(row, State.SUCCEEDED, f"{reason}; its last checkpoint is used (step {step})", use_checkpoint=True)
+        step = "None" if row.promoted is None else row.promoted.step
+        used = Reason("{missed}; its last checkpoint is used (step {step})", missed=reason, step=step)
+        context.end(row, State.SUCCEEDED, used, use_checkpoint=True)
 
 
 @dataclass(slots=True)
@@ -98,12 +106,24 @@ def _quiet(context: PassContext, row: IncarnationRow, generation: GenerationRow,
     if generation.state == GangState.STARTING:
         profiled = generation.purpose == Purpose.PROFILE and not generation.notes.measured
         if profiled and quiet_s > s.profile_startup_s and context.knows(row.job_id):
-            _cannot_measure(context, row, generation, f"it did not start within {duration(quiet_s)}")
+            _cannot_measure(
+                context, row, generation, Reason("it did not start within {quiet_s:duration}", quiet_s=quiet_s)
+            )
         elif generation.mode == RescaleMode.IN_PLACE:
             if quiet_s > s.in_place_limit_s:
-                fall_back(context, row, generation, f"the workers were not changed in place within {duration(quiet_s)}")
+                fall_back(
+                    context,
+                    row,
+                    generation,
+                    Reason("the workers were not changed in place within {quiet_s:duration}", quiet_s=quiet_s),
+                )
         elif quiet_s > s.start_limit_s:
-            _hang(context, row, generation, f"did not make a first step within {duration(quiet_s)} of its start")
+            _hang(
+                context,
+                row,
+                generation,
+                Reason("did not make a first step within {quiet_s:duration} of its start", quiet_s=quiet_s),
+            )
     elif generation.state == GangState.RUNNING:
         if not row.ever_reported:
             # Counted from when it was ordered: the scheduler gives it up a little after ``profile_startup_s``.
@@ -115,13 +135,16 @@ def _quiet(context: PassContext, row: IncarnationRow, generation: GenerationRow,
             return
         if generation.purpose == Purpose.PROFILE and not generation.notes.measured:
             if quiet_s > s.profile_limit_s:
-                _cannot_measure(context, row, generation, f"it made no step for {duration(quiet_s)}")
+                _cannot_measure(
+                    context, row, generation, Reason("it made no step for {quiet_s:duration}", quiet_s=quiet_s)
+                )
             return
         done = generation.notes.finished is not None or (row.total_steps is not None and row.step >= row.total_steps)
         limit_s = s.tail_limit_s if done else _hang_limit_s(context, row)
         if quiet_s > limit_s:
-            where = "after its last step" if done else f"at step {row.step}"
-            _hang(context, row, generation, f"made no progress for {duration(quiet_s)} {where}")
+            where = "after its last step" if done else "at step {step}"
+            what = Reason(f"made no progress for {{quiet_s:duration}} {where}", quiet_s=quiet_s, step=row.step)
+            _hang(context, row, generation, what)
 
 
 def _hang_limit_s(context: PassContext, row: IncarnationRow) -> float:
@@ -144,8 +167,8 @@ def _give_up_hung(context: PassContext, row: IncarnationRow, generation: Generat
     hung = find_hung(beats, limit_s=limit_s, only_silent=patient)
     if not hung:
         return False
-    names = ", ".join(sorted(hung))
-    what = f"{'worker' if len(hung) == 1 else 'workers'} {names} held the others up for {duration(quiet_s)}"
+    who = "worker {names}" if len(hung) == 1 else "workers {names}"
+    what = Reason(who + " held the others up for {quiet_s:duration}", names=", ".join(sorted(hung)), quiet_s=quiet_s)
     recover(context, row, generation, hung, what)
     return True
 
@@ -173,9 +196,9 @@ def find_hung(beats: Mapping[str, Heartbeat | None], *, limit_s: float, only_sil
     return {worker_id for worker_id, beat in lively.items() if beat.phase == "compute"}
 
 
-def _cannot_measure(context: PassContext, row: IncarnationRow, generation: GenerationRow, why: str) -> None:
+def _cannot_measure(context: PassContext, row: IncarnationRow, generation: GenerationRow, why: Reason) -> None:
     generation.notes = replace(generation.notes, measured=True)
-    reason = f"{generation.workers} workers could not be measured: {why}"
+    reason = Reason("{workers} workers could not be measured: {why}", workers=generation.workers, why=why)
     context.event(NotMeasuredData(workers=generation.workers), reason, row)
     feed(context, ev.JobMeasured(row.job_id, generation.workers, None, failed=True))
 
@@ -186,9 +209,11 @@ def _reports_nothing(context: PassContext, row: IncarnationRow, generation: Gene
     generation.notes = replace(generation.notes, told_silent=True)
     known = row.total_steps is not None
     unknown, fails = ("progress", ", and fails in the end unless it reports some") if known else ("length", "")
-    reason = (
-        f"the script reports no steps, so its {unknown} and speed are unknown: it goes on as best effort{fails}. Use"
-        " the session, or give steps= with progress_regex= or progress_file="
+    reason = Reason(
+        "the script reports no steps, so its {unknown} and speed are unknown: it goes on as best effort{fails}. Use "
+        "the session, or give steps= with progress_regex= or progress_file=",
+        unknown=unknown,
+        fails=fails,
     )
     context.event(WarningData(), reason, row)
     if not row.best_effort and context.knows(row.job_id):
@@ -196,13 +221,17 @@ def _reports_nothing(context: PassContext, row: IncarnationRow, generation: Gene
         row.verdict = replace(row.verdict, decision="best_effort", reason=reason, deadline_at=None)
 
 
-def _hang(context: PassContext, row: IncarnationRow, generation: GenerationRow, what: str) -> None:
+def _hang(context: PassContext, row: IncarnationRow, generation: GenerationRow, what: Reason) -> None:
     row.hangs += 1
     if row.hangs > 1:
-        reason = f"hangs: {what}, again after a restart"
+        reason = Reason("hangs: {what}, again after a restart", what=what)
         context.end(row, State.FAILED, reason, failure=reason)
         return
     for one in (context.desired(row), generation):
         if one is not None:
             one.desired, one.stop_cause = "stop", "hang"
-    context.event(HangData(generation=generation.generation), f"{what}: it is stopped and started once more", row)
+    context.event(
+        HangData(generation=generation.generation),
+        Reason("{what}: it is stopped and started once more", what=what),
+        row,
+    )

@@ -112,7 +112,7 @@ def _answer(
         asked_at=now,
         until_at=until_s,
         releasable=[
-            ReleasableNode(node_id=node.node_id, slots=node.slots, idle=node.idle, reason=node.reason)
+            ReleasableNode(node_id=node.node_id, slots=node.slots, idle=node.idle, reason=str(node.reason))
             for node in found.releasable
         ],
         releasable_slots=sum(node.slots for node in found.releasable),
@@ -122,7 +122,7 @@ def _answer(
         wanted_slots=None if nodes is None else nodes * slots_per_node,
         wanted_by=[] if wanted is None else [_want(one, identities) for one in wanted.by],
         hopeless=[_want(one, identities) for one in found.hopeless],
-        summary=found.reason,
+        summary=str(found.reason),
     )
 
 
@@ -135,7 +135,7 @@ def _want(one: Want, identities: Mapping[str, JobIdentity]) -> CapacityWant:
         namespace=namespace,
         dag_id=dag_id,
         deadline_at=one.deadline_s,
-        reason=one.reason,
+        reason=str(one.reason),
     )
 
 

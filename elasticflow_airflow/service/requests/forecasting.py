@@ -17,6 +17,7 @@ from elasticflow_airflow.api import (
     PlannedRun,
     Verdict,
 )
+from elasticflow_airflow.api.submission import name_of, owner_of
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Reject, Terms, Wait
@@ -32,6 +33,7 @@ from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord
 from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json, plan_to_json
 from elasticflow_airflow.service.store.store import Reader, Store
+from elasticflow_airflow.service.store.views import told
 
 _HOUR_S = 3600.0
 _INSTEAD = {
@@ -76,9 +78,9 @@ class ForecastService:
                     ForecastItem(
                         kind="expected",
                         outcome="unknown",
-                        task=recurring_runs.name_of(key),
-                        namespace=recurring_runs.owner_of(key)[0],
-                        dag_id=recurring_runs.owner_of(key)[1],
+                        task=name_of(key),
+                        namespace=owner_of(key)[0],
+                        dag_id=owner_of(key)[1],
                         due_at=due_at,
                         reason="its speed, length or deadline is not known yet: nothing is kept free for it",
                     )
@@ -109,7 +111,7 @@ class ForecastService:
             job = self._job(reader, job_id, submission, now)
         asked = as_asked(job, submission.on_past_deadline, now)
         if asked is None:
-            return _refused_at_once(job_id, passed_already(job.deadline_s or now))
+            return _refused_at_once(job_id, str(passed_already(job.deadline_s or now)))
         verdict = _verdict(scheduler, asked, now)
         known = scheduler.state(job_id) is not None
         finish_s = scheduler.projected_finish_s(job_id) if known else None
@@ -220,7 +222,7 @@ def _told_at_once(planned: PlannedRun, job: Job, deadline_s: float, slots: int) 
         {
             "kind": "expected",
             "outcome": outcome,
-            "task": recurring_runs.name_of(identity.recurring_key),
+            "task": name_of(identity.recurring_key),
             "planned": True,
             "namespace": identity.namespace,
             "dag_id": identity.dag_id,
@@ -243,7 +245,7 @@ def _verdict(scheduler: Scheduler, job: Job, now: float) -> Verdict:
                 return Verdict.model_validate(
                     {
                         "decision": terms.get(decision.terms, "renegotiated"),
-                        "reason": decision.reason,
+                        **told(reason=decision.reason),
                         "deadline_at": decision.deadline_s,
                         "plan": plan_to_json(decision.plan),
                     }
@@ -251,12 +253,12 @@ def _verdict(scheduler: Scheduler, job: Job, now: float) -> Verdict:
             case Reject(job_id=job.job_id):
                 return Verdict(
                     decision="rejected",
-                    reason=decision.reason,
+                    **told(reason=decision.reason),
                     deadline_at=job.deadline_s,
                     earliest_deadline_at=decision.earliest_deadline_s,
                 )
             case Wait(job_id=job.job_id):
-                return Verdict(decision="undecided", reason=decision.reason, deadline_at=job.deadline_s)
+                return Verdict(decision="undecided", **told(reason=decision.reason), deadline_at=job.deadline_s)
     reason = "its speed is not known yet: it would be measured first, and decided on then; or give scaling_curve="
     return Verdict(decision="undecided", reason=reason, deadline_at=job.deadline_s)
 
@@ -270,11 +272,11 @@ def identities_of(reader: Reader, job_ids: Iterable[str]) -> dict[str, JobIdenti
 def whose(job_id: str, key: str, identities: Mapping[str, JobIdentity]) -> tuple[str, str | None, str | None]:
     """Return task, namespace and DAG of a job, or, with an empty id, of an expected run of the task ``key``."""
     if not job_id:
-        return recurring_runs.name_of(key), *recurring_runs.owner_of(key)
+        return name_of(key), *owner_of(key)
     known = identities.get(job_id)
     if known is None:
         return job_id, None, None
-    return recurring_runs.name_of(known.recurring_key), known.namespace, known.dag_id
+    return name_of(known.recurring_key), known.namespace, known.dag_id
 
 
 def _item(one: Outlook, identities: Mapping[str, JobIdentity]) -> ForecastItem:
@@ -291,7 +293,7 @@ def _item(one: Outlook, identities: Mapping[str, JobIdentity]) -> ForecastItem:
         probability=one.probability,
         projected_at=one.projected_s,
         earliest_deadline_at=one.earliest_deadline_s,
-        reason=one.reason,
+        reason=str(one.reason),
     )
 
 

@@ -28,13 +28,14 @@ from elasticflow_airflow.api.insight import (
     TrainedWith,
     WorkerTimes,
 )
+from elasticflow_airflow.api.submission import owner_of
 from elasticflow_airflow.engines.port import EngineNode
-from elasticflow_airflow.service.decisions import recurring_runs
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions.foresight import Foresight
 from elasticflow_airflow.service.loop.endings import Held, gpu_seconds, holdings, rescales
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.requests import spans
-from elasticflow_airflow.service.requests.reasons import Sentence, why
+from elasticflow_airflow.service.requests.reasons import why
 from elasticflow_airflow.service.secrets import shown_args
 from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.documents.job_documents import Sampling
@@ -48,7 +49,7 @@ from elasticflow_airflow.service.store.tables import (
     SampleRow,
     WorkerTimesRow,
 )
-from elasticflow_airflow.service.store.views import UNREADABLE, slot_statuses, status_of
+from elasticflow_airflow.service.store.views import UNREADABLE, sentence_of, slot_statuses, status_of, told
 
 MOST_ROWS = 5000
 """The most generations and submissions in a history, the newest ones; its sums include all."""
@@ -77,13 +78,13 @@ class InsightService:
             generations = reader.live_generations()
             slots = slot_statuses(self.nodes(), reader)
         keys = _keys(job for job, _ in live)
-        said = {row.job_id: _why(row, foresight, keys, now) for _, row in live}
+        said = {row.job_id: sentence_of(_why(row, foresight, keys, now)) for _, row in live}
         return ClusterNow(
             at=now,
             slots=slots,
             jobs=[status_of(job, row, generations.get((row.job_id, row.incarnation), ())) for job, row in live],
-            why={job_id: sentence.text for job_id, sentence in said.items()},
-            why_names={job_id: list(sentence.named) for job_id, sentence in said.items() if sentence.named},
+            why={job_id: text for job_id, (text, _) in said.items()},
+            why_names={job_id: mentions for job_id, (_, mentions) in said.items() if mentions},
         )
 
     def history(self, from_at: float | None, until_at: float | None, parts: int) -> ClusterHistory:
@@ -163,12 +164,12 @@ class InsightService:
         believed = {} if state is None or state.job.curve is None else dict(state.job.curve.steps_per_s)
         asked, sampling = readable(row.submission), readable(row.sampling) or Sampling()
         told = {} if asked is None else asked.scaling_curve or {}
-        said = _why(row, foresight, keys, now)
+        sentence, mentions = sentence_of(_why(row, foresight, keys, now))
         return JobStory(
             status=status_of(job, row, generations),
             incarnations=job.incarnation,
-            why=said.text,
-            why_names=list(said.named),
+            why=sentence,
+            why_names=mentions,
             submission=_shown(asked),
             generations=spans.spans_of(job, generations),
             planned=[] if state is None else _planned([(job, row)], foresight, now, expected=False),
@@ -218,7 +219,7 @@ class _Held:
         spans.add_up(self.computing_s, spans.computing(generations, self.now), self.from_at, self.part_s)
         until_at = self.from_at + self.part_s * self.parts
         seconds = sum(max(0.0, min(until, until_at) - max(since, self.from_at)) for since, until in held)
-        whose = recurring_runs.owner_of(recurring_key)
+        whose = owner_of(recurring_key)
         self.by_dag_s[whose] = self.by_dag_s.get(whose, 0.0) + seconds
 
 
@@ -232,11 +233,11 @@ def _by_dag(asked: Sequence[DagAsked], held_s: Mapping[tuple[str, str], float]) 
     return [DagTotals(**one.model_dump(), slot_s=held_s.get(whose, 0.0)) for whose, one in sorted(found.items())]
 
 
-def _why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, str], now: float) -> Sentence:
+def _why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, str], now: float) -> Reason:
     try:
         return why(row, foresight, keys, now)
     except UNREADABLE:
-        return Sentence("what is stored of it cannot be read")
+        return Reason("what is stored of it cannot be read")
 
 
 def _decided_in(row: IncarnationRow) -> int | None:
@@ -315,7 +316,7 @@ def _admission(
             "deadline_at": row.deadline_at,
             "finished_at": row.finished_at,
             "met": None if row.result is None else row.result.met,
-            "reason": row.verdict.reason,
+            **told(reason=row.verdict.reason),
         }
     )
 

@@ -22,6 +22,7 @@ from elasticflow_airflow.api import (
     State,
 )
 from elasticflow_airflow.engines.job_files import JobFiles
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions.renewals import Question, Renewals
 from elasticflow_airflow.service.job_files.snapshots import SHA256, Snapshots
 from elasticflow_airflow.service.notify import Notifier
@@ -207,7 +208,7 @@ class JobService:
                 )
             if not row.acknowledged:
                 row.acknowledged = True
-                tx.add_event(EventKind.ACKNOWLEDGED, "Airflow has recorded the success", row)
+                tx.add_event(EventKind.ACKNOWLEDGED, Reason("Airflow has recorded the success"), row)
         self.notifier.changed()
         return self.status(job_id)
 

@@ -21,6 +21,7 @@ from elasticflow_airflow.api.owners import (
     OwnersReport,
     UnownedJob,
 )
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.store.store import OF_CURRENT_INCARNATION, Store, Writer, in_parts
 from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow
@@ -116,7 +117,7 @@ class OwnerService:
         what = f"has ended ({seen.state})" if seen.owner == "ended" else "was deleted"
         row.cancel_reason = f"its Airflow task {what}"
         row.owner_gone_at = self.clock()
-        tx.add_event(EventKind.OWNER_GONE, f"Airflow says that its task {what}: it is cancelled", row)
+        tx.add_event(EventKind.OWNER_GONE, Reason("Airflow says that its task {what}: it is cancelled", what=what), row)
         return True
 
     def unowned(self, silent_s: float = SILENT_S) -> list[UnownedJob]:

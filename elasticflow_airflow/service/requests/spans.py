@@ -13,6 +13,7 @@ from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model.values import Reservation
 from elasticflow_airflow.service.loop.endings import Held, Interval, union
 from elasticflow_airflow.service.store.tables import GenerationRow, JobRow
+from elasticflow_airflow.service.store.views import told
 
 JOIN = "join"
 """The purpose of a span in which new workers prepare to join a training that runs on other slots."""
@@ -66,7 +67,7 @@ def _span(
             "slots": slots,
             "pause_s": pause_s,
             "purpose": purpose or generation.purpose,
-            "reason": generation.reason,
+            **told(reason=generation.reason),
         }
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from elasticflow_airflow.api import JobIdentity
 from elasticflow_airflow.api.insight import CalendarAnswer, CalendarRequest, DueRuns, WholeNamespace
+from elasticflow_airflow.api.submission import name_of, task_of
 from elasticflow_airflow.service.decisions import recurring_runs
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -49,16 +50,14 @@ class CalendarService:
                 tasks = reader.recurring_tasks_of(some)
                 reader.load_histories(some)
                 unknown += [
-                    recurring_runs.name_of(key)
+                    name_of(key)
                     for key in some
                     if key not in tasks or not recurring_runs.is_known(self.settings, reader, tasks[key])
                 ]
         forgotten = self._forget_all_but(request.whole, wanted, now) if request.whole is not None else []
         if news or forgotten:
             self.changed()
-        return CalendarAnswer(
-            taken=len(keys), unknown=sorted(unknown), forgotten=sorted(map(recurring_runs.name_of, forgotten))
-        )
+        return CalendarAnswer(taken=len(keys), unknown=sorted(unknown), forgotten=sorted(map(name_of, forgotten)))
 
     def _forget_all_but(self, whole: WholeNamespace, named: Container[str], now: float) -> list[str]:
         """Delete the future runs of a namespace's tasks that no longer exist; returns their keys.
@@ -114,7 +113,7 @@ class _Tasks:
         return cls(message.namespace, frozenset(named), frozenset(whole))
 
     def lack(self, key: str) -> bool:
-        namespace, dag_id, task_id = recurring_runs.task_of(key)
+        namespace, dag_id, task_id = task_of(key)
         return namespace == self.namespace and key not in self.named and (dag_id, task_id) not in self.whole
 
 
@@ -132,7 +131,7 @@ def _by_key(request: CalendarRequest, now: float) -> dict[str, DueRuns]:
         )
     for one in request.tasks:
         key = _key(one.namespace, one.dag_id, one.task_id, one.map_index)
-        name = recurring_runs.name_of(key)
+        name = name_of(key)
         if key in found:
             raise Refusal(422, "invalid", f"tasks: {name} is there twice", "give all due runs of a task together")
         far = [due for due in one.due_at if not 0.0 <= due <= now + _AHEAD_S]

@@ -14,11 +14,13 @@ from elasticflow_airflow.api.insight import DeadlineChange, WhatIf, WhatIfReques
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Amended, AmendRejected, Decision, Reject
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase
 from elasticflow_airflow.scheduler_core.outlook.forecast import joining
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.requests.forecasting import ForecastService
 from elasticflow_airflow.service.store.documents.scheduler_values import plan_to_json
+from elasticflow_airflow.service.store.views import told
 
 _BUDGET_S = 5.0
 """The longest computation for one question: its time is taken from the loop that decides."""
@@ -124,7 +126,7 @@ def _verdict(scheduler: Scheduler, decisions: Sequence[Decision], change: Deadli
         if isinstance(decision, AmendRejected | Reject):
             return Verdict(
                 decision="rejected",
-                reason=decision.reason,
+                **told(reason=decision.reason),
                 deadline_at=change.deadline_at,
                 earliest_deadline_at=decision.earliest_deadline_s,
             )
@@ -133,12 +135,12 @@ def _verdict(scheduler: Scheduler, decisions: Sequence[Decision], change: Deadli
                 return Verdict(decision="best_effort", reason="runs on slots that no promise needs")
             if state is not None and state.phase in (Phase.PROFILING, Phase.WAITING):
                 continue
-            reason = decision.reason if isinstance(decision, Admit) else "can be promised"
+            reason = decision.reason if isinstance(decision, Admit) else Reason("can be promised")
             return Verdict(
                 decision="admitted",
-                reason=reason,
+                **told(reason=reason),
                 deadline_at=decision.deadline_s,
                 plan=plan_to_json(decision.plan),
             )
-    reason = "not decided on yet: it is still measured, or waits"
-    return Verdict(decision="undecided", reason=reason, deadline_at=change.deadline_at)
+    waits = "not decided on yet: it is still measured, or waits"
+    return Verdict(decision="undecided", reason=waits, deadline_at=change.deadline_at)

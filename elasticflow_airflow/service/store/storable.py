@@ -14,7 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from elasticflow_airflow.service.store.documents.columns import Document
+from elasticflow_airflow.service.store.documents.columns import Document, ReasonText
 from elasticflow_airflow.service.store.tables import Base
 
 _LONGEST_JSON = 8 * 2**20
@@ -37,6 +37,8 @@ def check_storable(kind: type[Base], values: Mapping[str, Any]) -> None:
 def _check(column: sa.types.TypeEngine[Any], value: Any) -> None:
     if isinstance(column, Document):
         _check_json(column.to_json(value))
+    elif isinstance(column, ReasonText):
+        _check_text(str(value))
     elif isinstance(column, sa.JSON):
         _check_json(value)
     elif isinstance(column, sa.String):

@@ -22,6 +22,7 @@ from elasticflow_airflow.api import EventKind, JobIdentity, State
 from elasticflow_airflow.api.event_data import EventData, kind_and_data
 from elasticflow_airflow.api.insight import DagAsked
 from elasticflow_airflow.engines.port import STANDING
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.documents.generation_notes import GenerationNotes
@@ -150,7 +151,7 @@ class Reader:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._loaded: list[HistoryRow] = []
+        self._loaded: list[HistoryRow | RecurringTaskRow] = []
         """Keeps the rows referenced: a session drops rows without references."""
 
     def job(self, job_id: str) -> JobRow | None:
@@ -603,6 +604,12 @@ class Reader:
         query = sa.select(HistoryRow).where(HistoryRow.recurring_key.in_(recurring_keys))
         self._loaded = list(self.session.scalars(query))
 
+    def load_tasks(self, recurring_keys: Sequence[str]) -> None:
+        """Load these tasks, too, and not only their histories: :meth:`recurring_task` then needs no query either."""
+        if recurring_keys:
+            self.load_histories(recurring_keys)
+            self._loaded += self.recurring_tasks_of(recurring_keys).values()
+
     def last_success(self, recurring_key: str, other_than: str) -> IncarnationRow | None:
         """Return the newest successful incarnation of a recurring task, from a run other than this job."""
         query = (
@@ -644,7 +651,7 @@ class Writer(Reader):
             self.session.execute(sa.delete(EventRow).where(EventRow.event_id <= old[-1].event_id))
         return len(old)
 
-    def add_event(self, what: EventKind | EventData, reason: str, row: IncarnationRow | None = None) -> int:
+    def add_event(self, what: EventKind | EventData, reason: Reason, row: IncarnationRow | None = None) -> int:
         """Write an event, of an incarnation if ``row`` is given, and return its id."""
         kind, data = kind_and_data(what)
         event = EventRow(

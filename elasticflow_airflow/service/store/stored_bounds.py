@@ -60,7 +60,7 @@ def course_out_of_bounds(row: IncarnationRow) -> str | None:
         _named("value", bounds.number_problem(row.value, bounds.LEAST_VALUE, bounds.MOST_VALUE)),
         _named("init_from", None if row.init_from_path is None else bounds.path_problem(row.init_from_path)),
         _named("promoted", "names no checkpoint" if row.promoted and promotion_of(row) is None else None),
-        _named("ending", row.ending.problem if isinstance(row.ending, Unreadable) else None),
+        *(_named(name, _unreadable(getattr(row, name))) for name in ("ending", "in_place", "target")),
     )
 
 
@@ -112,6 +112,10 @@ def until_out_of_bounds(at_s: Any) -> str | None:
     """Return what is out of bounds in the ``until_at`` of a drain or an avoided slot; if anything is, it is ignored."""
     number = isinstance(at_s, int | float) and not isinstance(at_s, bool)
     return _named("until_at", bounds.time_problem(at_s) if number else "is no number: give UTC seconds")
+
+
+def _unreadable(document: Any) -> str | None:
+    return document.problem if isinstance(document, Unreadable) else None
 
 
 def _size_problem(workers: int) -> str | None:

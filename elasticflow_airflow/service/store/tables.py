@@ -25,10 +25,12 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from elasticflow_airflow.api import JobIdentity, JobResult
 from elasticflow_airflow.runtime.protocol import Promotion
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.recurring_work import PastRun
-from elasticflow_airflow.service.store.documents.columns import Document, Message
+from elasticflow_airflow.service.store.documents.columns import Document, Message, ReasonText
 from elasticflow_airflow.service.store.documents.generation_notes import GenerationNotes
 from elasticflow_airflow.service.store.documents.job_documents import (
+    NO_REASON,
     AmendmentAnswer,
     Ending,
     InPlaceRecord,
@@ -116,7 +118,7 @@ class IncarnationRow(Base):
     terminal: Mapped[bool] = mapped_column(Boolean, default=False)
     drained: Mapped[bool] = mapped_column(Boolean, default=False)
     """It is terminal, and the engine has removed its gangs."""
-    state_reason: Mapped[str] = mapped_column(Text, default="")
+    state_reason: Mapped[Reason] = mapped_column(ReasonText, default=NO_REASON)
     verdict: Mapped[StoredVerdict] = mapped_column(Document(StoredVerdict), default=StoredVerdict)
     deadline_at: Mapped[float | None]
     best_effort: Mapped[bool] = mapped_column(Boolean)
@@ -186,7 +188,7 @@ class GenerationRow(Base):
     """Slots in rank order, as [node, index]."""
     workers: Mapped[int] = mapped_column(Integer)
     purpose: Mapped[str] = mapped_column(String(16))
-    reason: Mapped[str] = mapped_column(Text)
+    reason: Mapped[Reason] = mapped_column(ReasonText)
     created_at: Mapped[float]
     fresh_start: Mapped[bool] = mapped_column(Boolean)
     """No gang of the job was alive when it was ordered, so its cost is a start-up, not a pause."""
@@ -308,7 +310,7 @@ class EventRow(Base):
     incarnation: Mapped[int | None] = mapped_column(Integer)
     at: Mapped[float]
     kind: Mapped[str] = mapped_column(String(32))
-    reason: Mapped[str] = mapped_column(Text)
+    reason: Mapped[Reason] = mapped_column(ReasonText)
     data: Mapped[dict[str, Any]] = mapped_column(default=dict)
 
 
@@ -329,7 +331,7 @@ class AvoidedSlotRow(Base):
     node_id: Mapped[str] = mapped_column(Text, primary_key=True)
     slot_index: Mapped[int] = mapped_column(Integer, primary_key=True)
     until_at: Mapped[float]
-    reason: Mapped[str] = mapped_column(Text)
+    reason: Mapped[Reason] = mapped_column(ReasonText)
 
 
 class HistoryRow(Base):

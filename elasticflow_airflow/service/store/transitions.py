@@ -11,6 +11,7 @@ from typing import Final
 
 from elasticflow_airflow.api import State
 from elasticflow_airflow.engines.port import STANDING, GangState
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 
 ORDERED: Final = "ordered"
@@ -42,7 +43,7 @@ class TransitionError(Exception):
     """A state that cannot follow the previous one: a defect of the service or of the engine."""
 
 
-def move(row: IncarnationRow, state: State, reason: str) -> None:
+def move(row: IncarnationRow, state: State, reason: Reason) -> None:
     """Move a job to a state; if it is already in that state, only the reason changes. Raises TransitionError."""
     before = State(row.state)
     if state is not before and state not in JOB_TRANSITIONS[before]:
@@ -50,7 +51,7 @@ def move(row: IncarnationRow, state: State, reason: str) -> None:
     row.state, row.state_reason = state.value, reason
 
 
-def overwrite(row: IncarnationRow, state: State, reason: str) -> None:
+def overwrite(row: IncarnationRow, state: State, reason: Reason) -> None:
     """Set the state of a job that is set aside, whatever its stored state is."""
     row.state, row.state_reason = state.value, reason
 

@@ -9,7 +9,7 @@ Application Architecture, Unit of Work).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,9 +19,10 @@ from sqlalchemy.orm import Session
 
 from elasticflow_airflow.api import EventKind
 from elasticflow_airflow.api.event_data import EventData, kind_and_data
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.store.storable import check_storable
-from elasticflow_airflow.service.store.store import Reader, Store
+from elasticflow_airflow.service.store.store import Reader, Store, in_parts
 from elasticflow_airflow.service.store.stored_bounds import until_out_of_bounds
 from elasticflow_airflow.service.store.tables import (
     CANDIDATE_IS_THERE,
@@ -78,6 +79,7 @@ class UnitOfWork(Reader):
         self._events: list[NewEvent] = []
         self._samples: list[dict[str, Any]] = []
         self._orders: list[Callable[[], object]] = []
+        self._candidates: dict[tuple[str, int], list[CandidateRow]] = {}
         self._relied_on: dict[tuple[Any, str], Any] = {}
         session.connection(execution_options=store.read_options)
         self.current_rows = self.undrained()
@@ -105,7 +107,17 @@ class UnitOfWork(Reader):
     def candidates(self, job_id: str, incarnation: int) -> list[CandidateRow]:
         """Return the candidate checkpoints of an incarnation, oldest first."""
         new = self._new(CandidateRow, lambda row: (row.job_id, row.incarnation) == (job_id, incarnation))
-        return sorted([*super().candidates(job_id, incarnation), *new], key=lambda row: (row.generation, row.step))
+        stored = self._candidates.get((job_id, incarnation))
+        stored = super().candidates(job_id, incarnation) if stored is None else stored
+        return sorted([*stored, *new], key=lambda row: (row.generation, row.step))
+
+    def load_candidates(self, incarnations: Collection[tuple[str, int]]) -> None:
+        """Load the candidates of these incarnations with one query; :meth:`candidates` then needs none."""
+        found: dict[tuple[str, int], list[CandidateRow]] = {key: [] for key in incarnations}
+        for some in in_parts(sorted({job_id for job_id, _ in incarnations})):
+            for row in self.session.scalars(sa.select(CandidateRow).where(CandidateRow.job_id.in_(some))):
+                found.get((row.job_id, row.incarnation), []).append(row)
+        self._candidates.update(found)
 
     def open_candidates(self) -> list[CandidateRow]:
         """Return the existing candidates (not verified yet, or valid) of all undrained incarnations, oldest first."""
@@ -187,7 +199,7 @@ class UnitOfWork(Reader):
         if self._drains.pop(node_id, None) is not None:
             self._orders.append(lambda: self.session.execute(sa.delete(DrainRow).where(DrainRow.node_id == node_id)))
 
-    def avoid(self, node_id: str, slot_index: int, until_at: float, reason: str) -> None:
+    def avoid(self, node_id: str, slot_index: int, until_at: float, reason: Reason) -> None:
         """Avoid a slot until this time (UTC seconds), also one that is avoided already."""
         known = next((row for row in self._avoided if (row.node_id, row.slot_index) == (node_id, slot_index)), None)
         if known is None:
@@ -203,7 +215,7 @@ class UnitOfWork(Reader):
     def add_event(
         self,
         what: EventKind | EventData,
-        reason: str,
+        reason: Reason,
         row: IncarnationRow | None = None,
         *,
         is_verdict: bool = False,

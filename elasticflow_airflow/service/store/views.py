@@ -9,11 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from elasticflow_airflow.api import Event, JobResult, JobStatus, SlotStatus, State, Verdict
+from elasticflow_airflow.api.status import AmendAnswer, Mention
+from elasticflow_airflow.api.submission import name_of, owner_of
 from elasticflow_airflow.engines.port import STANDING, EngineNode, GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.scheduler_core.model.reason import Part, Reason
 from elasticflow_airflow.service.store.documents.columns import readable
+from elasticflow_airflow.service.store.documents.job_documents import AmendmentAnswer
 from elasticflow_airflow.service.store.store import Reader
 from elasticflow_airflow.service.store.stored_bounds import until_out_of_bounds
 from elasticflow_airflow.service.store.tables import EventRow, GenerationRow, IncarnationRow, JobRow
@@ -21,6 +26,26 @@ from elasticflow_airflow.service.store.tables import EventRow, GenerationRow, In
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError)
 """The exceptions that reading an unreadable row may raise."""
 _CANNOT_BE_SHOWN = "what is stored of it cannot be shown: cancel it to end it, and submit it again"
+
+
+def told(**reasons: Reason) -> dict[str, Any]:
+    """Return the sentences of reasons, by field of a message, and what they mention."""
+    sentences = {name: sentence_of(reason) for name, reason in reasons.items()}
+    mentions = {name: found for name, (_, found) in sentences.items()}
+    return {"mentions": mentions, **{name: text for name, (text, _) in sentences.items()}}
+
+
+def sentence_of(reason: Reason) -> tuple[str, list[Mention]]:
+    """Return the sentence of a reason, and what it mentions."""
+    text, found = reason.rendered(name_of)
+    return text, [_mention(one) for one in found]
+
+
+def _mention(part: Part) -> Mention:
+    if part.what == "task":
+        namespace, dag_id = owner_of(part.of)
+        return Mention(at=part.at, length=part.length, namespace=namespace, dag_id=dag_id)
+    return Mention(at=part.at, length=part.length, job_id=part.of if part.what == "job" else None)
 
 
 def status_of(job: JobRow, row: IncarnationRow, generations: Sequence[GenerationRow]) -> JobStatus:
@@ -66,7 +91,7 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
     stored = row.verdict
     verdict = Verdict(
         decision=stored.decision,
-        reason=stored.reason,
+        **told(reason=stored.reason),
         deadline_at=stored.deadline_at,
         earliest_deadline_at=stored.earliest_deadline_at,
         event_id=stored.event_id,
@@ -80,7 +105,7 @@ def _status_of(job: JobRow, row: IncarnationRow, generations: Sequence[Generatio
         incarnation=row.incarnation,
         generation=generations[-1].generation if generations else job.generation,
         state=State(row.state),
-        state_reason=row.state_reason,
+        **told(state_reason=row.state_reason),
         set_aside=row.set_aside,
         verdict=verdict,
         claim=job.claim,
@@ -123,6 +148,16 @@ def _slack_s(row: IncarnationRow, result: JobResult | None) -> float | None:
     return row.deadline_at - row.projected_finish_at
 
 
+def amend_answer_of(answer: AmendmentAnswer, job: JobStatus) -> AmendAnswer:
+    """Return the answer to an amendment, with the job as it is now."""
+    return AmendAnswer(
+        accepted=answer.accepted,
+        **told(reason=answer.reason),
+        earliest_deadline_at=answer.earliest_deadline_at,
+        job=job,
+    )
+
+
 def slot_statuses(nodes: Sequence[EngineNode], reader: Reader) -> list[SlotStatus]:
     """Return every slot of the cluster, with the job that holds it."""
     held: dict[tuple[str, int], str] = {}
@@ -157,6 +192,6 @@ def event_of(row: EventRow) -> Event:
         incarnation=row.incarnation,
         at=row.at,
         kind=row.kind,
-        reason=row.reason,
+        **told(reason=row.reason),
         data=row.data if isinstance(row.data, dict) else {},
     )

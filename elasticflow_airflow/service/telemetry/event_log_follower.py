@@ -98,4 +98,4 @@ def write_to_log(_reader: Reader, event: EventRow) -> None:
     }
     level = "debug" if event.kind in _ROUTINE else "warning" if event.kind in _ALARMING else "info"
     bound = log.bind(**{name: value for name, value in about.items() if value is not None})
-    getattr(bound, level)(event.kind, reason=event.reason, event_id=event.event_id)
+    getattr(bound, level)(event.kind, reason=str(event.reason), event_id=event.event_id)

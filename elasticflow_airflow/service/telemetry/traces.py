@@ -113,9 +113,9 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
             key = (event.job_id, event.incarnation)
             if event.kind == EventKind.SUBMITTED:
                 self._began_at[key] = event.at
-                self._send(job, row, "submit", row.submitted_at, event.at, {"elasticflow.reason": event.reason})
+                self._send(job, row, "submit", row.submitted_at, event.at, {"elasticflow.reason": str(event.reason)})
             if event.kind in _VERDICTS:
-                verdict = {"elasticflow.decision": event.kind, "elasticflow.reason": event.reason}
+                verdict = {"elasticflow.decision": event.kind, "elasticflow.reason": str(event.reason)}
                 self._send(job, row, "decide", self._began_at.pop(key, row.submitted_at), event.at, verdict)
             for generation in reader.generations(*key):
                 self._tell_generation(job, row, generation)
@@ -137,7 +137,7 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
                 "elasticflow.slots": [f"{node}:{index}" for node, index in generation.placement],
                 "elasticflow.purpose": generation.purpose,
                 "elasticflow.mode": generation.mode,
-                "elasticflow.reason": generation.reason,
+                "elasticflow.reason": str(generation.reason),
                 "elasticflow.outcome": generation.outcome or "",
             }
             name = f"generation {generation.generation}"
@@ -152,7 +152,9 @@ def job_traces(exporter: SpanExporter, service_name: str = "elasticflow", *, at_
             if row.result is not None and row.result.met is not None:
                 about["elasticflow.deadline_met"] = row.result.met
                 about["elasticflow.slack_s"] = row.result.slack_s or 0.0
-            failure = (row.failure or event.reason) if event.kind in (EventKind.FAILED, EventKind.REJECTED) else None
+            failure = (
+                (row.failure or str(event.reason)) if event.kind in (EventKind.FAILED, EventKind.REJECTED) else None
+            )
             self._send(job, row, "job", row.submitted_at, event.at, about, failure)
 
         def _send(

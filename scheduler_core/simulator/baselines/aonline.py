@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Decision, Reject, Wait
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.booking import constant_gangs
@@ -61,7 +62,7 @@ class AOnline(PricedPolicy):
         latest = INFINITY if deadline is None else deadline - newcomer.least_time_s
         if now < self._open_until_s - TOLERANCE_S and latest > self._open_until_s:
             until = self._open_until_s
-            return Wait(newcomer.job_id, f"is decided with the other newcomers at {moment(until)}", until)
+            return Wait(newcomer.job_id, Reason(f"is decided with the other newcomers at {moment(until)}"), until)
         verdict = super().judge(newcomer)
         if now >= self._open_until_s - TOLERANCE_S:
             self._begin(now, left_over=isinstance(verdict, Wait))

@@ -33,6 +33,7 @@ import numpy as np
 
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, AtRisk, Decision, Reject, Terms, Wait
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase
 from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.gang import Claim, GangPolicy, Scene, Wanted
@@ -124,7 +125,7 @@ class Chronus(GangPolicy):
         self._pins.pop(job.job_id, None)
         if starts and starts != job.mask:
             self._starts[job.job_id] = starts
-        return Admit(job.job_id, Terms.DEADLINE, deadline, None, why)
+        return Admit(job.job_id, Terms.DEADLINE, deadline, None, Reason(why))
 
     def keeps(self, job: GangJob) -> bool:  # noqa: ARG002  (same for every job)
         """Return False: a job in its tail when its lease ends needs another lease or releases its slots."""
@@ -206,7 +207,8 @@ class Chronus(GangPolicy):
         if not job.at_risk and deadline is not None:
             job.at_risk = True
             end = view.now + demand.leases * self._lease_s
-            self._risks.append(AtRisk(job.job_id, deadline, end, "not enough leases are left before its deadline"))
+            reason = Reason("not enough leases are left before its deadline")
+            self._risks.append(AtRisk(job.job_id, deadline, end, reason))
 
     def _keep(self, schedule: Schedule, begin: float) -> None:
         """Store a schedule by absolute term number."""

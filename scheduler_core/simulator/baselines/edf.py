@@ -31,6 +31,7 @@ from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Decision, Reject, Terms, Wait, WakeMeAt
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase, Slot
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Work
 from elasticflow_airflow.scheduler_core.planning.minimum_share import minimum_share
@@ -148,8 +149,8 @@ class AdmittingEdf(Edf):
         late = twin.first_late(newcomer.now)
         if late is None:
             self._anew = True
-            reason = "earliest deadline first ends it and all admitted before in time"
-            return Admit(job.job_id, Terms.DEADLINE, deadline, None, reason)
+            kept = Reason("earliest deadline first ends it and all admitted before in time")
+            return Admit(job.job_id, Terms.DEADLINE, deadline, None, kept)
         who, by_s = late
         who = "it" if who == job.job_id else who
         return self.refuse(newcomer, f"earliest deadline first would end {who} {duration(by_s)} late")

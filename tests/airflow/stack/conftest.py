@@ -1,4 +1,4 @@
-"""Two stacks, each started once: on SQLite for all paths, on PostgreSQL for those where the database matters."""
+"""Two stacks, each started once: on PostgreSQL, as teams run Airflow, and for the long tests also on SQLite."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 import pytest
 from support.airflow_paths import PATHS
 from support.airflow_stack import Stack, close_stack, open_stack
-from support.postgres import postgres
+from support.postgres import postgres, why_not
 
 
-def as_long_as_wanted(*, config: pytest.Config, **_: object) -> Literal["module", "session"]:
-    """How long a stack lives. Several processes would keep one each to the end of a soak, which needs the machine."""
-    return "module" if config.getoption("markexpr") == "soak" else "session"
+def as_long_as_wanted(*, config: pytest.Config, **_: object) -> Literal["module", "package"]:
+    """How long a stack lives: all tests of this folder share it. In a soak several processes would keep one each."""
+    return "module" if config.getoption("markexpr") == "soak" else "package"
 
 
 @pytest.fixture(scope=as_long_as_wanted)
@@ -25,10 +25,17 @@ def sqlite_stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     close(opened, request)
 
 
+@pytest.fixture(scope=as_long_as_wanted)
+def usual_stack(request: pytest.FixtureRequest) -> Stack:
+    """The one on PostgreSQL; on a machine without it, the other."""
+    found: Stack = request.getfixturevalue("sqlite_stack" if why_not() else "postgres_stack")
+    return found
+
+
 @pytest.fixture
-def stack(sqlite_stack: Stack) -> Stack:
-    """The usual one."""
-    return sqlite_stack
+def stack(usual_stack: Stack) -> Stack:
+    """Where the tests go on that choose none."""
+    return usual_stack
 
 
 @pytest.fixture(scope=as_long_as_wanted)

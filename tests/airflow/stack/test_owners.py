@@ -16,7 +16,7 @@ from elasticflow_airflow.api.owners import OwnedJob
 from elasticflow_airflow.client import ElasticFlowClient, snapshot_folder
 from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900), pytest.mark.xdist_group("owners")]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1500), pytest.mark.xdist_group("owners")]
 
 
 COUNT = 100

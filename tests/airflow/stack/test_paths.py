@@ -8,7 +8,6 @@ of the job, and in ``test_restarts.py`` of the process table. Where a path is ab
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 import psutil
@@ -20,9 +19,9 @@ from support.airflow_stack import UNSAID, Run, Stack
 
 from elasticflow_airflow.api import JobStatus, State
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1500)]
 
-ON_POSTGRES = (
+ON_SQLITE = (
     "success",
     "clear_while_running",
     "clear_while_deferred",
@@ -351,21 +350,21 @@ def selected(request: pytest.FixtureRequest, test: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def on_sqlite(sqlite_stack: Stack, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
-    return PATHS.start(sqlite_stack, selected(request, "test_path"))
+def walked(usual_stack: Stack, request: pytest.FixtureRequest) -> dict[str, Future[None]]:
+    return PATHS.start(usual_stack, selected(request, "test_path"))
 
 
 @pytest.fixture(scope="module")
-def on_postgres(postgres_stack: Stack, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
-    return PATHS.start(postgres_stack, selected(request, "test_path_on_postgres"))
+def walked_on_sqlite(sqlite_stack: Stack, request: pytest.FixtureRequest) -> dict[str, Future[None]]:
+    return PATHS.start(sqlite_stack, selected(request, "test_path_on_sqlite"))
 
 
 @pytest.mark.parametrize("name", list(PATHS.functions))
-def test_path(on_sqlite: dict[str, Future[None]], name: str) -> None:
-    on_sqlite[name].result()
+def test_path(walked: dict[str, Future[None]], name: str) -> None:
+    walked[name].result()
 
 
-@pytest.mark.postgres
-@pytest.mark.parametrize("name", ON_POSTGRES)
-def test_path_on_postgres(on_postgres: dict[str, Future[None]], name: str) -> None:
-    on_postgres[name].result()
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ON_SQLITE)
+def test_path_on_sqlite(walked_on_sqlite: dict[str, Future[None]], name: str) -> None:
+    walked_on_sqlite[name].result()

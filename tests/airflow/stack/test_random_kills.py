@@ -46,7 +46,7 @@ def test_each_training_ends_once(stack: Stack, seed: int) -> None:
     assert len(done) >= 10, story
     for task_id in TASKS:
         try:
-            run.reach("success", task_id, limit_s=600)
+            run.reach("success", task_id)
             stack.wait("it is acknowledged, or said not to be", lambda task_id=task_id: settled(run, task_id), 60)
             job = run.job(task_id)
         except AssertionError as error:

@@ -64,4 +64,4 @@ def test_a_type_that_a_job_has_no_curve_for_is_not_asked(make: MakeJob, nodes: A
     assert stands_on(policy.handle(ev.JobSubmitted(only), 0.0)) == {"only": "fast"}
     nowhere = policy.handle(ev.JobSubmitted(typed(make("nowhere", 10.0, deadline=1000.0), other=1.0)), 0.0)
     assert isinstance(nowhere[0], de.Reject)
-    assert "none of the types" in nowhere[0].reason
+    assert "none of the types" in str(nowhere[0].reason)

@@ -28,10 +28,10 @@ def test_a_term_is_promised_once(make: MakeJob, nodes: Any) -> None:
     policy.handle(ev.JobSubmitted(make("free", 300.0)), 0.0)
     first = policy.handle(ev.JobSubmitted(make("due", 50.0, at=10.0, deadline=200.0)), 10.0)[0]
     assert isinstance(first, de.Admit)
-    assert (first.terms, first.reason) == (de.Terms.DEADLINE, "1 leases of 1 slots among 1 terms")
+    assert (first.terms, str(first.reason)) == (de.Terms.DEADLINE, "1 leases of 1 slots among 1 terms")
     second = policy.handle(ev.JobSubmitted(make("too", 50.0, at=20.0, deadline=200.0)), 20.0)[0]
     assert isinstance(second, de.Reject)
-    assert "not enough leases" in second.reason
+    assert "not enough leases" in str(second.reason)
     later = policy.handle(ev.JobSubmitted(make("later", 50.0, at=20.0, deadline=300.0)), 20.0)[0]
     assert isinstance(later, de.Admit)
 

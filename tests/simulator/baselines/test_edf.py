@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from elasticflow_airflow.scheduler_core import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
 from elasticflow_airflow.scheduler_core.simulator.baselines.edf import AdmittingEdf, Edf, ElasticEdf
 
@@ -71,7 +72,7 @@ def test_who_may_wait_is_asked_again_when_somebody_leaves(make: MakeJob, nodes: 
     waits = make("waits", 60.0, at=10.0, deadline=100.0, curve={1: 1.0}, on_reject=OnReject.WAIT)
     decided = policy.handle(ev.JobSubmitted(waits), 10.0)
     assert [type(d) for d in decided] == [de.Wait, de.WakeMeAt]
-    assert decided[0] == de.Wait("waits", "waits for capacity until 1970-01-01 00:00:40 UTC: " + _LATE, 40.0)
+    assert decided[0] == de.Wait("waits", Reason("waits for capacity until 1970-01-01 00:00:40 UTC: " + _LATE), 40.0)
     decided = policy.handle(ev.JobCancelled("first"), 20.0)
     assert any(isinstance(d, de.Admit) and d.job_id == "waits" and d.deadline_s == 100.0 for d in decided)
 

@@ -56,11 +56,11 @@ def test_whoever_is_worth_less_than_its_price_is_told_so(make: MakeJob, nodes: A
     # Half of the slots are booked: a slot-second costs sqrt(1e-6), and the job needs 50 of them.
     poor = policy.handle(ev.JobSubmitted(make("poor", 50.0, deadline=90.0, value=0.01)), 0.0)[0]
     assert isinstance(poor, de.Reject)
-    assert "price of 0.05 is above its value of 0.01" in poor.reason
+    assert "price of 0.05 is above its value of 0.01" in str(poor.reason)
     assert isinstance(policy.handle(ev.JobSubmitted(make("rich", 50.0, deadline=90.0)), 0.0)[0], de.Admit)
     large = policy.handle(ev.JobSubmitted(make("large", 300.0, deadline=90.0, value=1e6)), 1.0)[0]
     assert isinstance(large, de.Reject)
-    assert "no room" in large.reason
+    assert "no room" in str(large.reason)
 
 
 def test_what_is_admitted_is_never_moved_for_a_newcomer(make: MakeJob, nodes: Any, play: Any) -> None:

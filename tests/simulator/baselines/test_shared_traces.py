@@ -6,9 +6,9 @@ Our own scheduler as it is by default stands in ``tests/simulator/test_schedule_
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from support.schedule_checker import CheckedJob, Report, check, read_jobs
@@ -38,6 +38,8 @@ class Case(NamedTuple):
 
 
 OWN_SIZE = (Case("195job", 16, 8), Case("t4_195job", 16, 4), Case("cluster10", 32, 8), Case("poisson_100job", 16, 8))
+SMALL = ("t4_195job", "poisson_100job")
+"""Traces that are played in the slow tests; the long ones play the others as well, which show the same."""
 CONTENDED = Case("195job", 4, 8)
 CLUSTER01, CLUSTER04 = Case("cluster01", 64, 8), Case("cluster04", 128, 8)
 OTHERS = tuple(name for name in POLICY_NAMES if name != "elasticflow")
@@ -48,12 +50,22 @@ CHOICES = (
     "elasticflow:late",
 )
 PROMISING = ("chronus", "chronus:wait", "chronus+size", "chronus+size:wait", "edf+admission", "edf+admission:wait")
-LONGEST = ("chronus+size:wait", Case("cluster10", 2, 8))
+SOME_PROMISE = ("chronus", "chronus+size", "edf+admission:wait")
 GREEDY = ("edf", "edf+elastic", "edf+admission", "gang-fifo", "gandiva", "tiresias", "themis", "optimus")
 MIXED = (("a100", 8, 8), ("t4", 8, 4))
 TYPES = "+types"
 MIXED_POLICIES = ("chronus+size+types", "oasis+types", "aonline+types", *OTHERS)
 """``gavel`` chooses types itself, ``+types`` is one scheduler a type; the others stand wherever there is room."""
+SOME_MIXED = ("gavel", "elasticflow+types", "chronus+size+types", "oasis+types", "aonline+types", "edf", "gandiva")
+
+
+def title(case: Case) -> str:
+    return f"{case.trace}-{case.nodes}x{case.slots}"
+
+
+def some_slow(values: Iterable[Any], is_slow: Callable[[Any], bool]) -> list[Any]:
+    """Return parameters of which the long tests play all, and the slow ones some."""
+    return [value if is_slow(value) else pytest.param(value, marks=pytest.mark.soak) for value in values]
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +73,6 @@ def _data() -> None:
     if not DATA.is_dir():
         pytest.skip(f"needs the data folder {DATA} beside the checkout")
     pytest.importorskip("scipy")
-
-
-def title(case: Case) -> str:
-    return f"{case.trace}-{case.nodes}x{case.slots}"
 
 
 def sound(label: str, case: Case, folder: Path) -> Report:
@@ -95,7 +103,7 @@ def agree(report: Report, result: Result) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", OWN_SIZE, ids=title)
+@pytest.mark.parametrize("case", some_slow(OWN_SIZE, lambda case: case.trace in SMALL), ids=title)
 @pytest.mark.parametrize("name", [name for name in OTHERS if name != "elasticflow+types"])
 def test_all_policies_are_free_of_faults(name: str, case: Case, tmp_path: Path) -> None:
     sound(name, case, tmp_path)
@@ -112,10 +120,13 @@ def test_our_choices_are_free_of_faults_where_not_everybody_fits(label: str, tmp
 @pytest.mark.parametrize(
     ("label", "case"),
     [
-        # Two minutes for what the other trace shows as well.
-        pytest.param(label, case, id=f"{label}-{title(case)}", marks=[pytest.mark.soak] * (two == LONGEST))
-        for two in itertools.product(PROMISING, (Case("195job", 8, 8), Case("cluster10", 2, 8)))
-        for label, case in [two]
+        pytest.param(
+            label,
+            case,
+            id=f"{label}-{title(case)}",
+            marks=[pytest.mark.soak] * (case.trace != "195job" or label not in SOME_PROMISE),
+        )
+        for label, case in itertools.product(PROMISING, (Case("195job", 8, 8), Case("cluster10", 2, 8)))
     ],
 )
 def test_others_who_promise_keep_it_where_not_everybody_fits(label: str, case: Case, tmp_path: Path) -> None:
@@ -140,7 +151,7 @@ def test_one_scheduler_a_type_is_free_of_faults_under_contention(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MIXED_POLICIES)
+@pytest.mark.parametrize("name", some_slow(MIXED_POLICIES, lambda name: name in SOME_MIXED))
 def test_schedules_of_a_mixed_cluster_are_free_of_faults(name: str, tmp_path: Path) -> None:
     tables = {kind: read_curves(DATA / "throughput" / kind) for kind, _, _ in MIXED}
     nodes = mixed_cluster(MIXED)

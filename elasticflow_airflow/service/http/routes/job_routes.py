@@ -6,7 +6,6 @@ A request that waits for a verdict or for a job's status holds no thread: all of
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
@@ -33,6 +32,7 @@ from elasticflow_airflow.service.http.parameters import JobId, MapIndex, Names
 from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.refusal import Refusal, declared
 from elasticflow_airflow.service.requests.forecasting import ForecastService
+from elasticflow_airflow.service.store.views import amend_answer_of
 
 _NEW_INCARNATION: dict[int | str, dict[str, Any]] = {201: {"model": Attachment, "description": "A new incarnation"}}
 _LIST: dict[int | str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         answer = await answers.wait(amendment_id, wait_s)
         if answer is None:
             raise Refusal(503, "no_answer_yet", "the scheduler has not answered yet", "ask again in a moment")
-        return _json(AmendAnswer(**asdict(answer), job=await statuses.ask(job_id)))
+        return _json(amend_answer_of(answer, await statuses.ask(job_id)))
 
     @app.post("/v1/jobs/{job_id}/cancel", responses=declared(404, 409))
     @lanes.changing

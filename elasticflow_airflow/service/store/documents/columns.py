@@ -7,13 +7,17 @@ or a message of the API, stored whole. A stored document that cannot be read aff
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NoReturn, TypeVar
 
 import sqlalchemy as sa
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from elasticflow_airflow.api.base import Wire
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 
 if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
@@ -101,6 +105,39 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:  # noqa: ARG002  (SQLAlchemy's signature)
         """See :meth:`from_json`."""
         return self.from_json(value)
+
+
+class ReasonText(sa.types.TypeDecorator[Reason]):
+    """The type of a column that holds reasons, as the text of their JSON. A text that is none is its own sentence."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Reason | str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
+        """Return the text to store; a sentence is stored as it is, as older services did."""
+        return json.dumps(value.as_json(), separators=(",", ":")) if isinstance(value, Reason) else value
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Reason | None:  # noqa: ARG002
+        """Return the stored reason."""
+        return None if value is None else _reason_of_text(value)
+
+
+@lru_cache(maxsize=10_000)  # Every pass reads the same texts again, and nobody changes a reason.
+def _reason_of_text(text: str) -> Reason:
+    if text.startswith('{"kind":'):
+        with suppress(ValueError, TypeError, RecursionError):
+            return Reason.from_json(json.loads(text))
+    return Reason.quoted(text)  # An older service stored sentences.
+
+
+def _reason_of(stored: Any) -> Reason:
+    if isinstance(stored, Reason):
+        return stored
+    return Reason.quoted(stored) if isinstance(stored, str) else Reason.from_json(stored)
+
+
+StoredReason = Annotated[Reason, PlainValidator(_reason_of), PlainSerializer(Reason.as_json)]
+"""A reason in a document; older services stored sentences."""
 
 
 class Message(Document[_M]):

@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from elasticflow_airflow.api import State
 from elasticflow_airflow.api.status import AdmissionDecision
 from elasticflow_airflow.scheduler_core.convergence import LossCurve
+from elasticflow_airflow.scheduler_core.model.reason import Reason
+from elasticflow_airflow.service.store.documents.columns import StoredReason
+
+NO_REASON = Reason("")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,14 +18,14 @@ class StoredVerdict:
     """The last decision of admission control on a job. The API shows it as ``api.Verdict``."""
 
     decision: AdmissionDecision = "undecided"
-    reason: str = ""
+    reason: StoredReason = NO_REASON
     deadline_at: float | None = None
     earliest_deadline_at: float | None = None
     event_id: int | None = None
     """The id of its event, set when the event is written (see ``NewEvent.is_verdict``)."""
     plan: list[dict[str, float]] | None = None
     """Segments of the plan that keeps the deadline, as ``scheduler_values.plan_to_json`` writes them."""
-    limit: str = ""
+    limit: StoredReason = NO_REASON
     """What limits the number of workers apart from the cluster, as a sentence; the reason ends with it."""
 
 
@@ -30,7 +34,7 @@ class Ending:
     """The end that was decided for a job. The job becomes terminal when its workers have left."""
 
     state: State
-    reason: str
+    reason: StoredReason
     failure: str | None = None
     use_checkpoint: bool = False
     """It succeeds with its last checkpoint, although its training was not done."""
@@ -112,7 +116,7 @@ class AmendmentAnswer:
     """The loop's answer to an amendment; the API shows it as ``AmendAnswer``."""
 
     accepted: bool
-    reason: str
+    reason: StoredReason
     earliest_deadline_at: float | None = None
 
 

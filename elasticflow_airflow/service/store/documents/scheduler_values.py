@@ -16,6 +16,9 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from elasticflow_airflow.scheduler_core.model.values import JobState, Placement, Plan, ScalingCurve, Slot
 
+_PLAIN = frozenset({int, str, bool, type(None)})
+"""Types of values that are JSON already."""
+
 
 def state_to_json(state: JobState) -> dict[str, Any]:
     """Return a whole JobState as JSON values."""
@@ -52,17 +55,27 @@ def plan_to_json(plan: Plan | None) -> list[dict[str, float]] | None:
 
 
 def _encode(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(float(value))  # JSON has no infinity, and PostgreSQL refuses it.
+    names = _field_names(kind)
+    if names is not None:
+        return {name: _encode(getattr(value, name)) for name in names}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
         return {str(key): _encode(item) for key, item in value.items()}
     if isinstance(value, (tuple, list, frozenset, set)):
         return [_encode(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)  # JSON has no infinity, and PostgreSQL refuses it.
     return value
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the names of a dataclass's fields; None for another class."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 
 def _decode(hint: Any, raw: Any) -> Any:

@@ -19,6 +19,7 @@ from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, AtRisk, Decision, OnTrack, Reject, Terms, Wait
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase, Placement
 from elasticflow_airflow.scheduler_core.model.work import (
     INFINITY,
@@ -71,10 +72,10 @@ class BookingPolicy(GangPolicy):
             return self.refuse(newcomer, course)
         self._courses[job.job_id] = course
         deadline = job.job.deadline_s
-        plan = plan_of(work, course, now)
+        plan, booked = plan_of(work, course, now), Reason(f"booked until {moment(course.promised_s)}")
         if deadline is None:
-            return Admit(job.job_id, Terms.BEST_EFFORT, None, plan, f"booked until {moment(course.promised_s)}")
-        return Admit(job.job_id, Terms.DEADLINE, deadline, plan, f"booked until {moment(course.promised_s)}")
+            return Admit(job.job_id, Terms.BEST_EFFORT, None, plan, booked)
+        return Admit(job.job_id, Terms.DEADLINE, deadline, plan, booked)
 
     # -- the port --------------------------------------------------------------------------------------------------
 
@@ -192,7 +193,8 @@ class BookingPolicy(GangPolicy):
         late = end > work.limit_s + TOLERANCE_S
         if late and not job.at_risk and job.job.deadline_s is not None:
             job.at_risk = True
-            return [AtRisk(job.job_id, job.job.deadline_s, end, "what it had booked does not suffice any more")]
+            reason = Reason("what it had booked does not suffice any more")
+            return [AtRisk(job.job_id, job.job.deadline_s, end, reason)]
         if job.at_risk and not late and job.job.deadline_s is not None:
             job.at_risk = False
             return [OnTrack(job.job_id, job.job.deadline_s, end)]

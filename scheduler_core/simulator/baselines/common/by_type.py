@@ -16,6 +16,7 @@ from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Decision, Reject, Wait, WakeMeAt
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Node, OnReject
 from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
@@ -83,7 +84,8 @@ class ByType:
             raise ValueError(f"job {job.job_id!r} is live already; a new incarnation needs the old one to end first")
         names = self._order(job)
         if not names:
-            return [Reject(job.job_id, f"runs on none of the types of GPU that there are: {sorted(self._inner)}", None)]
+            reason = Reason(f"runs on none of the types of GPU that there are: {sorted(self._inner)}")
+            return [Reject(job.job_id, reason, None)]
         out: list[Decision] = []
         offers: list[float] = []
         for number, name in enumerate(names):

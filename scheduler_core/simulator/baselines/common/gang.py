@@ -33,6 +33,7 @@ from elasticflow_airflow.scheduler_core.model.decisions import (
     WakeMeAt,
 )
 from elasticflow_airflow.scheduler_core.model.explain import change
+from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import (
     Job,
     OnReject,
@@ -175,7 +176,7 @@ class GangPolicy(PolicyState, ABC):
 
     def take(self, job: JobView, reason: str) -> Admit:
         """Admit a job without a promise."""
-        return Admit(job.job_id, Terms.BEST_EFFORT, None, None, reason)
+        return Admit(job.job_id, Terms.BEST_EFFORT, None, None, Reason(reason))
 
     def refuse(self, job: JobView, reason: str) -> Admit | Reject | Wait:
         """Return the submitter's choice (``on_reject``) for a job whose deadline cannot be promised."""
@@ -186,8 +187,8 @@ class GangPolicy(PolicyState, ABC):
         if choice is OnReject.WAIT and deadline is not None:
             until = deadline - job.least_time_s
             if until > job.now + TOLERANCE_S:
-                return Wait(job.job_id, f"waits for capacity until {moment(until)}: {reason}", until)
-        return Reject(job.job_id, reason, None)
+                return Wait(job.job_id, Reason(f"waits for capacity until {moment(until)}: {reason}"), until)
+        return Reject(job.job_id, Reason(reason), None)
 
     def keeps(self, job: GangJob) -> bool:  # noqa: ARG002  (by default the same for every job)
         """Whether a job whose last step is made keeps its slots until it has left, even if another job wants them."""
@@ -207,7 +208,7 @@ class GangPolicy(PolicyState, ABC):
         live = self.live_job(job, now)
         if self._nodes and not live.sizes(self.layout.largest_block, self.config):
             reason = f"no block of at least {job.min_workers} slots exists in this cluster, or none it was measured at"
-            return [Reject(job.job_id, reason, None), *self._wake(now)]
+            return [Reject(job.job_id, Reason(reason), None), *self._wake(now)]
         verdict = self.judge(self.view(live, now))
         if isinstance(verdict, Reject):  # leaves no trace, so a plan that was rolled forward stays exact
             return [verdict, *self._wake(now)]
@@ -276,7 +277,7 @@ class GangPolicy(PolicyState, ABC):
         cut = {job.job_id: slots_cut_off(job.placement, nodes) for job in self.jobs.values()}
         self._change_nodes(nodes.values(), now)
         told: list[Decision] = [Suspend(job_id, reason) for job_id, reason in cut.items() if reason]
-        return told + self._replan(now, why, retry=True)
+        return told + self._replan(now, str(why), retry=True)
 
     def _as_expected(self, job: GangJob, before_s: float | None, now: float) -> bool:
         """Whether a report moves a job's end so little that no replanning is needed."""
@@ -327,7 +328,7 @@ class GangPolicy(PolicyState, ABC):
             lost = soonest > deadline + TOLERANCE_S
             if lost and not job.at_risk and view.left > 0.0:
                 reason = f"ends {duration(soonest - deadline)} late even if it runs from now on as fast as it can"
-                out.append(AtRisk(job.job_id, deadline, soonest, reason))
+                out.append(AtRisk(job.job_id, deadline, soonest, Reason(reason)))
                 job.at_risk = True
             elif job.at_risk and not lost:
                 out.append(OnTrack(job.job_id, deadline, soonest))
@@ -377,19 +378,19 @@ class GangPolicy(PolicyState, ABC):
             reason = "parked: its owner is away, so it holds nothing until one is back"
             if job.phase is not Phase.PARKED:
                 reason = f"gives up its slots: {why}"
-            out.append(Suspend(job.job_id, reason))
+            out.append(Suspend(job.job_id, Reason(reason)))
             job.hold(self.layout, self.config, 0, now)
         for job, target in growing:
             before = job.size
             cost = job.work(self.layout, self.config).standstill_s(now)
             job.hold(self.layout, self.config, target, now)
             end = self.projected_finish_s(job.job_id)
-            reason = change(
+            resized = change(
                 before,
                 job.size,
                 cost_s=cost,
                 saved_s=None,
                 end_s=INFINITY if end is None else end,
-                why=reasons.get(job.job_id) or why,
+                why=Reason(reasons.get(job.job_id) or why),
             )
-            out.append(Resize(job.job_id, job.placement, Purpose.TRAIN, reason))
+            out.append(Resize(job.job_id, job.placement, Purpose.TRAIN, resized))

@@ -1,0 +1,1 @@
+"""A package, so that its tests share a stack that ends with them."""
