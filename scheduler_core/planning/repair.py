@@ -2,8 +2,8 @@
 
 Stored courses share no slots, so valid ones still prove their promises if another job turns out to be slower or has
 lost its slots. A job that must be planned again gets the capacity that is free beside the others, and may displace jobs
-without a promise. If it runs, and could only go on later, those that wait for its slots wait longer instead, where
-their deadlines allow it. If that is not enough, all promises are planned anew.
+without a promise. If it runs, and could only go on later or elsewhere, those that wait for its slots wait longer
+instead, where their deadlines allow it. If that is not enough, all promises are planned anew.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def mend(planner: Planner, rescue: int) -> Draft:
     """
     healthy, ailing = _by_health(planner)
     mended, lost = _beside_the_others(planner, healthy, ailing)
-    interrupted = any(job.mask and not mended.mask_now(job.job_id) for job, _ in ailing)
+    interrupted = any(job.mask and mended.mask_now(job.job_id) != job.mask for job, _ in ailing)
     if (lost or interrupted) and (draft := _before_those_that_wait(planner, healthy, ailing)) is not None:
         return draft
     if lost == 0:

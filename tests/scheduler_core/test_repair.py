@@ -87,6 +87,22 @@ def test_who_runs_stays_and_those_that_wait_begin_later(make_job, nodes, slots: 
     assert all(scheduler.plan_of(name).finish_s <= before[name].finish_s + 40 for name in names)
 
 
+def test_who_runs_does_not_move_while_those_behind_it_can_wait(make_job, nodes) -> None:
+    """To move costs a start-up, too, though other slots are free now."""
+    scheduler = Scheduler(CONFIG, nodes(2, 2))
+    one = {"curve": {1: 1.0}, "deadline": 600, "startup": 3}
+    admitted(scheduler, *[make_job(name, steps=20, **one) for name in "abc"])
+    admitted(scheduler, make_job("wide", steps=20, curve={2: 1.0}, min_workers=2, deadline=600, startup=3))
+    running = {state.job.job_id: state.placement for state in scheduler.states() if state.placement.workers}
+    assert sorted(running) == ["a", "b", "c"]
+    before = scheduler.plan_of("wide").finish_s
+    decisions = scheduler.handle(ev.GangStarted("a", running["a"]), 15.0)
+    assert of(decisions, de.Suspend, de.Resize, de.AtRisk) == []
+    assert {state.job.job_id: state.placement for state in scheduler.states() if state.placement.workers} == running
+    assert scheduler.plan_of("a").finish_s == 35.0
+    assert scheduler.plan_of("wide").finish_s == before, "it has found other slots"
+
+
 def test_nobody_waits_longer_than_its_deadline_allows(make_job, nodes) -> None:
     """The one that waits cannot begin later: the one that runs gives its slots up, and ends in time as well."""
     scheduler = Scheduler(CONFIG, nodes(1))

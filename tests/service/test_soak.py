@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,11 @@ MOST = 4
 """No good or burst job takes more workers."""
 LAST_S = 90.0
 """The good ones submit nothing in the last seconds: it takes them longer to come to their ends."""
+MARGIN_S = 60.0
+"""Promises are kept that early, for all the time in which the service does not decide: killed, or out of breath."""
+BREATH_S = 5.0
+"""With so many jobs something is decided on all the time: a longer silence is one in which the service did not."""
+DECISIONS = ("admitted", "rejected", "resized", "suspended", "started", "succeeded")
 POLL_S = 5.0
 PATIENCE_S = 300.0
 """So long a client waits for a service that was killed, on a busy machine."""
@@ -96,6 +102,8 @@ class Soak:
     chance: random.Random
     snapshot: str = ""
     airflow: SoakedAirflow | None = None
+    is_alone: bool = False
+    """Whether nothing else runs on this machine, so that the service has no excuse for being late."""
     good: dict[str, JobSubmission] = field(default_factory=dict)
     ended: dict[str, JobStatus] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
@@ -346,7 +354,7 @@ class Soak:
     def judge(self) -> list[str]:
         """What is not as it must be, a line each."""
         wrong = [f"answers with status {status}: {n}" for status, n in self.statuses.items() if status in (500, 501)]
-        rows = self.read_rows()
+        rows, silences = self.read_rows(), self.read_silences()
         with ElasticFlowClient(self.service.endpoint, retry_for_s=60.0, timeout_s=60.0) as client:
             for job_id, job in self.good.items():
                 status, events = client.status(job_id), client.events(job_id)
@@ -362,6 +370,8 @@ class Soak:
                     wrong.append(f"{job_id} was refused, though all that lived then had room beside it: {story}")
                 elif status.state == "rejected":
                     self.done["refused"] += 1
+                elif status.state == "succeeded" and self.was_silent_too_long(job, status, silences):
+                    self.done["late after silence"] += 1
                 elif status.state != "succeeded" or status.result is None or not status.result.met:
                     wrong.append(f"{job_id} ({status.deadline_at}) was promised, and not kept: {story}")
                 elif status.step != job.length.steps:
@@ -396,6 +406,22 @@ class Soak:
         engine.dispose()
         return found
 
+    def read_silences(self) -> list[tuple[float, float]]:
+        """From when until when the service decided nothing, though it had to."""
+        engine = sa.create_engine(self.database)
+        decided = sa.select(EventRow.at).where(EventRow.kind.in_(DECISIONS)).order_by(EventRow.at)
+        with engine.connect() as connection:
+            moments = list(connection.scalars(decided))
+        engine.dispose()
+        return [(one, other) for one, other in pairwise(moments) if other - one > BREATH_S]
+
+    def was_silent_too_long(self, job: JobSubmission, status: JobStatus, silences: list[tuple[float, float]]) -> bool:
+        """Whether a late job's margin was all used up by times in which the service could not decide."""
+        if self.is_alone or status.result is None or status.result.met or job.deadline_at is None:
+            return False
+        since, until = status.submitted_at, job.deadline_at
+        return sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in silences) > MARGIN_S
+
     @staticmethod
     def there_was_room(job_id: str, at: float, rows: dict[str, list[Stay]]) -> bool:
         """Whether each job that lived could have had slots of its own, enough for its promise, and this one, too."""
@@ -422,11 +448,11 @@ class CountingTransport(httpx.AsyncHTTPTransport):
 
 
 def soak(base: Path, seconds: float, database_url: str | None = None, airflow_database: str | None = None) -> None:
-    """One run: start, let them all loose, look. With a database for it, an Airflow takes part."""
+    """One run: start, let them all loose, look. With a database for it, an Airflow takes part, and the machine is ours."""
     seconds = float(os.environ.get("SOAK_S", seconds))
     seed = int(os.environ.get("SOAK_SEED", random.randrange(2**31)))
     print(f"SOAK_S={seconds:g} SOAK_SEED={seed}")
-    settings: dict[str, object] = {"virtual_nodes": f"{NODES}x{SLOTS}", "deadline_margin_s": 60}
+    settings: dict[str, object] = {"virtual_nodes": f"{NODES}x{SLOTS}", "deadline_margin_s": MARGIN_S}
     if database_url is not None:
         settings["database_url"] = database_url
     service, airflow = Served(base / "state", settings), None
@@ -441,7 +467,15 @@ def soak(base: Path, seconds: float, database_url: str | None = None, airflow_da
         database = database_url or f"sqlite:///{service.state_dir / 'elasticflow.db'}"
         if airflow_database is not None:
             airflow = SoakedAirflow(service.endpoint, airflow_database, f"{GOOD}flow")
-        run = Soak(service, database, time.monotonic() + seconds, random.Random(seed), snapshot.sha256, airflow)
+        run = Soak(
+            service,
+            database,
+            time.monotonic() + seconds,
+            random.Random(seed),
+            snapshot.sha256,
+            airflow,
+            is_alone=airflow is not None,
+        )
         asyncio.run(run.run(base))
         if airflow is not None:
             airflow.finish()
