@@ -448,7 +448,7 @@ class CountingTransport(httpx.AsyncHTTPTransport):
 
 
 def soak(base: Path, seconds: float, database_url: str | None = None, airflow_database: str | None = None) -> None:
-    """One run: start, let them all loose, look. With a database for it, an Airflow takes part, and the machine is ours."""
+    """One run: start, let them all loose, look. With a database for it, an Airflow takes part, and all else is idle."""
     seconds = float(os.environ.get("SOAK_S", seconds))
     seed = int(os.environ.get("SOAK_SEED", random.randrange(2**31)))
     print(f"SOAK_S={seconds:g} SOAK_SEED={seed}")
