@@ -374,10 +374,7 @@ class ElasticStrategy(_SingleDevice):  # type: ignore[misc]  # which of two pack
         try:
             return self._core.group.exchange_values(value)
         except GroupBroken as error:
-            if self._core.member is None or self._core.registered is None:
-                raise
-            self._core.warn(f"{error}: waiting for the plan without it")
-            session._steps.regroup(None)
+            session._steps.recover_for_the_dead(error)
             return [value] * session.world_size
 
     # -- inside -----------------------------------------------------------------------------------------------------

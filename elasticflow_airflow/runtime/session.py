@@ -316,12 +316,9 @@ class Session:
         if no new group can form: under a bare torchrun, which ends all workers when one dies, and before
         :meth:`register`, when there is no state to continue from.
         """
-        core = self._core
         try:
-            core.group.wait_for_all()
+            self._core.group.wait_for_all()
         except GroupBroken as error:
-            if core.member is None or core.registered is None:
-                raise
             self._steps.recover_for_the_dead(error)
             return False
         return True

@@ -367,7 +367,13 @@ class SessionSteps:
         data["path"] = self._core.save(wait=True)
 
     def recover_for_the_dead(self, error: GroupBroken) -> None:
-        """Recover when a worker died outside of a step."""
+        """Form a new group when a worker died outside of a step.
+
+        Raises ``error`` if none can form: under a bare torchrun, which ends all workers when one dies, and before
+        :meth:`Session.register`, when there is no state to continue from.
+        """
+        if self._core.member is None or self._core.registered is None:
+            raise error
         self._core.say(ReportKind.WARNING, message=f"{error}: waiting for the plan without it")
         self.regroup(None)
 
