@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.documents.scheduler_values import StoredState
 from elasticflow_airflow.service.store.tables import IncarnationRow
 
 FLAT = 0.1
@@ -42,11 +43,13 @@ def test_a_promise_of_the_release_before_keeps_the_margin_that_it_was_made_with(
     world = make_world(nodes=1, slots=1)
     job = world.submit(steps=2000, within=300, scaling_curve={1: 10.0}, max_workers=1)
     assert world.status(job).verdict.decision == "admitted"
-    stored = dict(world.row(job).scheduler_state)
+    stored = dict(world.row(job).scheduler_state.raw)
     stored["job"] = {name: value for name, value in stored["job"].items() if name != "speed_sigma"}
     with world.store.engine.begin() as connection:
         connection.execute(
-            sa.update(IncarnationRow).where(IncarnationRow.job_id == job.job.job_id).values(scheduler_state=stored)
+            sa.update(IncarnationRow)
+            .where(IncarnationRow.job_id == job.job.job_id)
+            .values(scheduler_state=StoredState(stored))
         )
     world.restart()
     world.step()

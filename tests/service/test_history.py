@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from elasticflow_airflow.api import Length
 from elasticflow_airflow.runtime.protocol import Report, ReportKind
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.service.decisions.task_history import Past, length_of, past_of, sigmas_of, speeds_to_plan_with
+from elasticflow_airflow.service.store.documents.columns import Document
 from elasticflow_airflow.service.store.documents.job_documents import MeasuredCosts
 from elasticflow_airflow.service.store.tables import HistoryRow
 
@@ -61,24 +63,42 @@ def test_how_long_a_script_says_it_is_counts_once_it_has_succeeded(world):
     assert world.status(again).verdict.decision == "admitted"
 
 
-@pytest.mark.parametrize("rubbish", [-1.0, 1e30, "1", None, [], True])
-def test_what_is_stored_out_of_bounds_is_as_if_it_were_not_there(rubbish):
-    row = HistoryRow(
-        speeds={"1": 10.0, "2": 18.0},
-        complete=True,
-        costs={"startup_s": 3.0, "tail_s": rubbish},
-        total_steps=rubbish,
-        epochs=2,
-        loss_curve={"width": rubbish, "losses": [1.0]},
+def stored_history(**raw):
+    """A row as it is loaded if this is stored."""
+    types = {name: HistoryRow.__table__.columns[name].type for name in raw}
+    return HistoryRow(
+        **{
+            name: types[name].from_json(value) if isinstance(types[name], Document) else value
+            for name, value in raw.items()
+        }
     )
-    speeds = {"1": 10.0, "2": 18.0}
-    assert past_of(row) == Past(speeds=speeds, measured=speeds, costs=MeasuredCosts(startup_s=3.0), epochs=2)
-    row.errors = {"1": [0.1, rubbish], "x": [0.1], "2": rubbish}
-    assert past_of(row).errors in ({"1": (0.1,)}, {"1": (0.1, rubbish)})
-    row.errors = rubbish
-    row.speeds, row.costs = {"1": 10.0, "2": rubbish}, rubbish
-    assert past_of(row) == Past(epochs=2, measured={"1": 10.0})
-    row.speeds = rubbish
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 1e30])
+def test_a_stored_number_that_is_out_of_bounds_is_as_if_it_were_not_there(wrong):
+    known = {
+        "speeds": {"1": 10.0, "2": 18.0},
+        "complete": True,
+        "costs": {"startup_s": 3.0, "tail_s": wrong},
+        "total_steps": wrong,
+        "epochs": 2,
+        "errors": {"1": [0.1, wrong], "2": [wrong]},
+        "loss_curve": {"width": 1.0, "losses": [wrong * 1e300]},
+    }
+    speeds, costs = {1: 10.0, 2: 18.0}, MeasuredCosts(startup_s=3.0)
+    past = Past(speeds=speeds, measured=speeds, costs=costs, epochs=2, errors={1: (0.1,)})
+    assert past_of(stored_history(**known)) == past
+    known["speeds"] = {"1": 10.0, "2": wrong}
+    assert past_of(stored_history(**known)) == replace(past, speeds=None, measured={1: 10.0})
+
+
+@pytest.mark.parametrize(
+    "rubbish", [-1.0, "x", [], {"x": "y"}, {"1": {}}, {"width": -1, "losses": 3, "startup_s": "x"}]
+)
+def test_stored_history_that_cannot_be_read_is_as_if_it_were_not_there(rubbish):
+    row = stored_history(
+        speeds=rubbish, errors=rubbish, costs=rubbish, loss_curve=rubbish, total_steps=rubbish, epochs=2
+    )
     assert past_of(row) == Past(epochs=2)
 
 
@@ -134,7 +154,7 @@ def test_what_was_measured_of_a_job_that_is_refused_is_known_to_its_next_run(wor
     assert "its speed with 2 or 4 workers could not be measured in time" in refused.verdict.reason
     with world.store.read() as reader:
         row = reader.history(reader.job(first.job.job_id).recurring_key, world.row(first).signature)
-        assert (set(row.speeds), row.complete) == ({"1"}, False)
+        assert (set(row.speeds), row.complete) == ({1}, False)
     easy = world.submit(run="run1", steps=200, within=200)
     assert world.status(easy).verdict.decision == "admitted"
     assert not world.events(easy, "measured")
@@ -148,7 +168,7 @@ def test_what_was_measured_of_a_job_that_is_refused_is_known_to_its_next_run(wor
     assert [event.data["workers"] for event in world.events(hard, "measured")] == [2, 4]
     with world.store.read() as reader:
         row = reader.history(reader.job(first.job.job_id).recurring_key, world.row(first).signature)
-        assert (set(row.speeds), row.complete) == ({"1", "2", "4"}, True)
+        assert (set(row.speeds), row.complete) == ({1, 2, 4}, True)
 
 
 def errors_of(world, job):
@@ -162,7 +182,7 @@ def test_a_task_whose_speeds_have_held_is_promised_without_a_margin(world):
     first = world.submit(run="run0", steps=2000, within=400, scaling_curve=curve, max_workers=1)
     assert errors_of(world, first) == {}
     assert world.ended(first).result.met
-    (error,) = errors_of(world, first)["1"]
+    (error,) = errors_of(world, first)[1]
     assert error == pytest.approx(0.0, abs=0.01)
     again = world.submit(run="run1", steps=2000, within=240, scaling_curve=curve, max_workers=1)
     assert world.status(again).verdict.decision == "admitted"
@@ -173,32 +193,32 @@ def test_what_a_run_has_measured_counts_more_than_the_curve_that_was_given(world
     told = {1: 20.0}  # twice as fast as it is
     first = world.submit(run="run0", steps=600, within=400, scaling_curve=told, max_workers=1)
     assert world.ended(first).state == "succeeded"
-    assert errors_of(world, first) == {"1": (0.1,)}  # of a guess that has been replaced, no more than of any
+    assert errors_of(world, first) == {1: (0.1,)}  # of a guess that has been replaced, no more than of any
     again = world.submit(run="run1", steps=600, within=400, scaling_curve=told, max_workers=1)
-    assert world.row(again).told_speeds["1"] == pytest.approx(10.0, rel=0.05)
+    assert world.row(again).told_speeds[1] == pytest.approx(10.0, rel=0.05)
 
 
 def test_the_last_errors_of_a_task_are_kept_and_runs_that_measured_nothing_add_none(world):
     for number in range(25):
         job = world.submit(run=f"run{number}", steps=60, within=400, scaling_curve={1: 10.0}, max_workers=1)
         assert world.ended(job).state == "succeeded"
-    assert len(errors_of(world, job)["1"]) == 20
+    assert len(errors_of(world, job)[1]) == 20
     short = world.submit(run="short", steps=2, within=400, scaling_curve={1: 10.0}, max_workers=1)
     assert world.ended(short).state == "succeeded"
-    assert len(errors_of(world, job)["1"]) == 20
+    assert len(errors_of(world, job)[1]) == 20
 
 
 def test_a_size_that_no_run_has_measured_keeps_its_margin_and_follows_those_that_were():
     given, config = {1: 2.0, 2: 3.8, 4: 7.2}, SchedulerConfig.served()
-    speeds = speeds_to_plan_with(given, {"4": 3.6})
-    assert speeds["4"] == 3.6
-    assert 1.0 < speeds["1"] < 2.0
-    assert sigmas_of(Past(measured={"4": 3.6}, errors={"4": (0.0,)}), given, config) == (
+    speeds = speeds_to_plan_with(given, {4: 3.6})
+    assert speeds[4] == 3.6
+    assert 1.0 < speeds[1] < 2.0
+    assert sigmas_of(Past(measured={4: 3.6}, errors={4: (0.0,)}), given, config) == (
         pytest.approx(math.log(2.0)),
         {4: 0.0},
     )
-    assert sigmas_of(Past(measured={"4": 7.2}, errors={"4": (0.0,)}), given, config) == (None, {4: 0.0})
-    assert speeds_to_plan_with(None, {"1": 3.0}) == {"1": 3.0}
+    assert sigmas_of(Past(measured={4: 7.2}, errors={4: (0.0,)}), given, config) == (None, {4: 0.0})
+    assert speeds_to_plan_with(None, {1: 3.0}) == {1: 3.0}
     assert speeds_to_plan_with(None, None) is None
 
 

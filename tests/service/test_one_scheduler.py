@@ -21,6 +21,7 @@ from elasticflow_airflow.client import (
 )
 from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.documents.scheduler_values import StoredState
 
 COMMAND = "import sys; from elasticflow_airflow.cli.main import main; sys.argv[0] = 'elasticflow'; main()"
 TOKEN = "a-token-for-this-test"
@@ -127,6 +128,7 @@ def test_jobs_that_an_older_service_ran_under_another_policy_go_on(make_world):
     world.until(lambda: world.status(job).step > 5, "it trains")
     with world.store.write() as tx:
         row = tx.current(job.job.job_id)[1]
-        row.scheduler_state = {**row.scheduler_state, "memory": {"attained_slot_s": 12.0, "ran_s": 3.0}}
+        memory = {"memory": {"attained_slot_s": 12.0, "ran_s": 3.0}}
+        row.scheduler_state = StoredState({**row.scheduler_state.raw, **memory})
     world.restart()
     assert world.ended(job, limit_s=3000).state == "succeeded"

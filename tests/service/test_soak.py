@@ -53,7 +53,7 @@ LAST_S = 90.0
 """The good ones submit nothing in the last seconds: it takes them longer to come to their ends."""
 MARGIN_S = 60.0
 """Promises are kept that early, for all the time in which the service does not decide: killed, or out of breath."""
-BREATH_S = 5.0
+BREATH_S = 2.0
 """With so many jobs something is decided on all the time: a longer silence is one in which the service did not."""
 DECISIONS = ("admitted", "rejected", "resized", "suspended", "started", "succeeded")
 POLL_S = 5.0

@@ -29,7 +29,7 @@ from elasticflow_airflow.scheduler_core.model.values import (
     Slot,
 )
 from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord
-from elasticflow_airflow.service.store.documents.scheduler_values import state_from_json, state_to_json
+from elasticflow_airflow.service.store.documents.scheduler_values import StoredState, state_from_json, state_to_json
 from elasticflow_airflow.service.store.migrate import SchemaTooNewError, current_revision, ensure_schema
 from elasticflow_airflow.service.store.store import Store, Writer, _open_engine
 from elasticflow_airflow.service.store.tables import (
@@ -450,11 +450,11 @@ def scheduler_state(**given) -> JobState:
 def test_a_scheduler_state_comes_back_to_the_last_bit(store, given):
     state = scheduler_state(**given)
     with store.write() as tx:
-        add_job(tx, scheduler_state=state_to_json(state))
+        add_job(tx, scheduler_state=StoredState.of(state))
     with store.read() as reader:
         row = reader.incarnation("daily-train-1", 1)
     assert row is not None
-    assert state_from_json(row.scheduler_state) == state
+    assert row.scheduler_state.state == state
 
 
 def test_a_state_of_an_older_version_is_read_with_defaults():
@@ -470,14 +470,14 @@ def test_times_bytes_and_words_come_back_unchanged(store):
     words = "ünï “text” 漢字 \U0001f600"
     with store.write() as tx:
         add_job(tx, submitted_at=1_800_000_000.123456, secret_env=bytes(range(256)), state_reason=words)
-        tx.add(HistoryRow(recurring_key="k", signature="s", speeds={"1": 1 / 3}, updated_at=0.1))
+        tx.add(HistoryRow(recurring_key="k", signature="s", speeds={1: 1 / 3}, updated_at=0.1))
     with store.read() as reader:
         row = reader.incarnation("daily-train-1", 1)
         past = reader.history("k", "s")
     assert row is not None
     assert past is not None
     assert (row.submitted_at, row.secret_env, str(row.state_reason)) == (1_800_000_000.123456, bytes(range(256)), words)
-    assert past.speeds == {"1": 1 / 3}
+    assert past.speeds == {1: 1 / 3}
 
 
 def test_samples_are_thinned_to_multiples(store):

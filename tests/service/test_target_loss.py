@@ -75,7 +75,7 @@ def test_the_projected_end_follows_the_prediction_and_the_promise_does_not(world
     world.run(20)
     status = world.status(job)
     assert status.projected_finish_at - world.now_s < 100
-    assert world.row(job).scheduler_state["reserved"][-1]["end_s"] - world.now_s >= (2000 - status.step) / 10
+    assert world.row(job).scheduler_state.state.reserved[-1].end_s - world.now_s >= (2000 - status.step) / 10
     # It would need all four slots, and in time, if the prediction was right.
     other = world.submit(task="other", steps=3000, scaling_curve={4: 32.0}, min_workers=4, within=235)
     assert other.job.verdict.decision == "rejected"

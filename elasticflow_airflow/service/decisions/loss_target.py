@@ -29,7 +29,7 @@ _MATERIAL_OF_ALL = 0.05
 is left."""
 
 
-def begin(context: PassContext, row: IncarnationRow, earlier: Mapping[str, Any] | None) -> None:
+def begin(context: PassContext, row: IncarnationRow, earlier: LossCurve | None) -> None:
     """Set up the target of a new job; ``earlier`` is the loss curve of this task's last run, if there is one.
 
     Until it has a curve of its own, it is expected to take as long as that run (Optimus, EuroSys 2018, section 3.1).
@@ -37,7 +37,7 @@ def begin(context: PassContext, row: IncarnationRow, earlier: Mapping[str, Any] 
     loss = row.submission.target_loss
     if loss is None:
         return
-    target = LossTarget(loss=loss, earlier=_curve(earlier))
+    target = LossTarget(loss=loss, earlier=earlier)
     _take(context, row, target, predict(LossCurve(1.0, ()), target.loss, earlier=target.earlier))
 
 

@@ -15,13 +15,13 @@ from elasticflow_airflow.api.event_data import RunExpectedData, RunMissedData
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy, ExpectedRun, PastRun, expect
+from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
 from elasticflow_airflow.service.decisions import task_history
 from elasticflow_airflow.service.decisions.deciding import feed
 from elasticflow_airflow.service.decisions.pass_context import PassContext, costs_from
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord, TaskFacts
-from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
 from elasticflow_airflow.service.store.store import Reader
 from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow, RecurringTaskRow
 
@@ -218,7 +218,7 @@ def _expected(settings: ServiceSettings, reader: Reader, task: RecurringTaskRow,
         run_id=_run_id(task, due_at),
         task=task.recurring_key,
         due_s=due_at,
-        curve=curve_from_json(speeds),
+        curve=ScalingCurve(speeds),
         costs=costs_from(settings, past.costs, InPlaceRecord()),
         min_workers=facts.min_workers,
         max_workers=min(limits, default=None),

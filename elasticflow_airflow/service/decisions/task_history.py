@@ -10,22 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elasticflow_airflow import bounds
 from elasticflow_airflow.api import JobSubmission, Length
+from elasticflow_airflow.scheduler_core.convergence import LossCurve
 from elasticflow_airflow.scheduler_core.jobs.learned_speed import believed, sigma_of_errors
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.reported_bounds import loss_curve
+from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.documents.job_documents import MeasuredCosts
 from elasticflow_airflow.service.store.tables import HistoryRow, IncarnationRow
 
 _KEPT_ERRORS = 20
-_COSTS = [cost.name for cost in fields(MeasuredCosts)]
 _MOST_ERROR = 50.0
 _LONGEST_ENTRY_BYTES = 500
 """A longer entry is replaced by its digest, as the signature is indexed together with the task."""
@@ -43,58 +44,60 @@ def signature_of(submission: JobSubmission, device_type: str, logical_workers: i
 class Past:
     """The trusted facts from past runs; by default none."""
 
-    speeds: Mapping[str, float] | None = None
-    """Steps/s by workers (as text), good enough to plan a whole run: the curve is complete, or a run has succeeded."""
-    measured: Mapping[str, float] | None = None
+    speeds: Mapping[int, float] | None = None
+    """Steps/s by workers, good enough to plan a whole run: the curve is complete, or a run has succeeded."""
+    measured: Mapping[int, float] | None = None
     """All speeds measured by any run, also by refused ones; sizes may be missing."""
-    errors: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """By workers (as text): the stored errors of the speeds that the last runs were decided on with."""
+    errors: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """By workers: the stored errors of the speeds that the last runs were decided on with."""
     costs: MeasuredCosts = field(default_factory=MeasuredCosts)
     total_steps: int | None = None
     epochs: int | None = None
-    loss_curve: Mapping[str, Any] | None = None
+    loss_curve: LossCurve | None = None
 
 
 def past_of(row: HistoryRow | None) -> Past:
-    """Read the stored history of past runs. Values out of bounds, from an older version, are ignored."""
+    """Read the stored history of past runs. What cannot be read, or is out of bounds (an older version), is ignored."""
     if row is None:
         return Past()
-    speeds = _speeds(row.speeds)
-    enough = bool(speeds) and (row.complete or bool(row.runs)) and len(speeds) == len(row.speeds)
+    stored = readable(row.speeds) or {}
+    speeds = _speeds(stored)
+    enough = bool(speeds) and (row.complete or bool(row.runs)) and len(speeds) == len(stored)
     steps, epochs = (n if _is_number(n, 1, bounds.MOST_COUNT) else None for n in (row.total_steps, row.epochs))
-    curve, _ = loss_curve(row.loss_curve)
     return Past(
         speeds=speeds if enough else None,
         measured=speeds or None,
-        errors=_errors(row.errors),
-        costs=_costs(row.costs),
+        errors=_errors(readable(row.errors) or {}),
+        costs=_costs(readable(row.costs) or MeasuredCosts()),
         total_steps=steps,
         epochs=epochs,
-        loss_curve=curve,
+        loss_curve=_loss_curve(readable(row.loss_curve)),
     )
 
 
-def _speeds(raw: Any) -> dict[str, float]:
-    return {str(size): float(speed) for size, speed in _items(raw) if _is_speed(size, speed)}
+def _speeds(stored: Mapping[int, float]) -> dict[int, float]:
+    least, most = bounds.SLOWEST_STEPS_PER_S, bounds.FASTEST_STEPS_PER_S
+    return {size: speed for size, speed in stored.items() if _is_size(size) and _is_number(speed, least, most)}
 
 
-def _costs(raw: Any) -> MeasuredCosts:
-    numbers = {name: float(cost) for name, cost in _items(raw) if _is_number(cost, 0.0, bounds.LONGEST_S)}
-    return MeasuredCosts(**{name: numbers[name] for name in _COSTS if name in numbers})
+def _costs(stored: MeasuredCosts) -> MeasuredCosts:
+    return MeasuredCosts(**{n: cost for n, cost in stored.known().items() if _is_number(cost, 0.0, bounds.LONGEST_S)})
 
 
-def _errors(raw: Any) -> dict[str, tuple[float, ...]]:
-    found: dict[str, tuple[float, ...]] = {}
-    for size, errors in _items(raw):
-        seen = errors if isinstance(errors, list) and _is_size(size) else []
-        numbers = tuple(float(error) for error in seen if _is_number(error, 0.0, _MOST_ERROR))
-        if numbers:
-            found[str(size)] = numbers
-    return found
+def _errors(stored: Mapping[int, Sequence[float]]) -> dict[int, tuple[float, ...]]:
+    found = {
+        size: tuple(error for error in errors if _is_number(error, 0.0, _MOST_ERROR))
+        for size, errors in stored.items()
+        if _is_size(size)
+    }
+    return {size: errors for size, errors in found.items() if errors}
 
 
-def _items(raw: Any) -> Iterable[tuple[Any, Any]]:
-    return raw.items() if isinstance(raw, Mapping) else ()
+def _loss_curve(stored: LossCurve | None) -> LossCurve | None:
+    if stored is None or not stored.losses:
+        return None
+    accepted, _ = loss_curve({"width": stored.width, "losses": list(stored.losses)})
+    return None if accepted is None else stored
 
 
 def _is_number(value: Any, least: float, most: float) -> bool:
@@ -102,27 +105,23 @@ def _is_number(value: Any, least: float, most: float) -> bool:
     return number and bounds.number_problem(value, least, most) is None
 
 
-def _is_size(size: Any) -> bool:
-    return str(size).isdecimal() and _is_number(int(size), 1, bounds.MOST_WORKERS)
-
-
-def _is_speed(size: Any, speed: Any) -> bool:
-    return _is_size(size) and _is_number(speed, bounds.SLOWEST_STEPS_PER_S, bounds.FASTEST_STEPS_PER_S)
+def _is_size(size: int) -> bool:
+    return _is_number(size, 1, bounds.MOST_WORKERS)
 
 
 def speeds_to_plan_with(
-    given: Mapping[int, float] | None, measured: Mapping[str, float] | None
-) -> dict[str, float] | None:
-    """Return measured speeds, else those of the submitted curve, by workers as text; None if nothing is known.
+    given: Mapping[int, float] | None, measured: Mapping[int, float] | None
+) -> dict[int, float] | None:
+    """Return measured speeds, else those of the submitted curve, by workers; None if nothing is known.
 
     A submitted curve determines the sizes. The speed of a size that was not measured is partly adjusted by those that
     were.
     """
     if not given:
-        return {size: float(speed) for size, speed in measured.items()} if measured else None
+        return dict(measured) if measured else None
     told = ScalingCurve(given)
-    seen = {int(size): float(speed) for size, speed in (measured or {}).items() if int(size) in told.steps_per_s}
-    return {str(size): speed for size, speed in believed(told, seen, SchedulerConfig()).steps_per_s.items()}
+    seen = {size: speed for size, speed in (measured or {}).items() if size in told.steps_per_s}
+    return dict(believed(told, seen, SchedulerConfig()).steps_per_s)
 
 
 def sigmas_of(
@@ -133,20 +132,20 @@ def sigmas_of(
     The first is None if unknown. For a submitted curve, sizes that were never measured are assumed to be as wrong as
     the measured ones, if that is more than the default for any size.
     """
-    by_size = {int(size): sigma_of_errors(errors, config) for size, errors in past.errors.items()}
+    by_size = {size: sigma_of_errors(errors, config) for size, errors in past.errors.items()}
     told, seen = given or {}, past.measured or {}
-    squares = [math.log(seen[str(size)] / speed) ** 2 for size, speed in told.items() if str(size) in seen]
+    squares = [math.log(seen[size] / speed) ** 2 for size, speed in told.items() if size in seen]
     spread = math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0
     return (spread if spread > config.speed_sigma else None), by_size
 
 
-def errors_of(row: IncarnationRow, known: Mapping[str, Sequence[float]], prior: float) -> dict[str, float]:
+def errors_of(row: IncarnationRow, known: Mapping[int, Sequence[float]], prior: float) -> dict[int, float]:
     """Return by size the errors of the speeds that a run was decided on with: abs(log(measured / planned)).
 
     When a size is measured for the first time, the planned speed may have been a guess. It has been replaced since, so
     its error counts against the next run only up to ``prior``, which is assumed of any size.
     """
-    told, measured = _speeds(row.told_speeds), _speeds(row.speeds)
+    told, measured = _speeds(readable(row.told_speeds) or {}), _speeds(row.speeds)
     errors = {size: abs(math.log(measured[size] / told[size])) for size in told.keys() & measured.keys()}
     return {size: error if size in known else min(error, prior) for size, error in errors.items()}
 
@@ -179,7 +178,7 @@ def remember(context: PassContext, row: IncarnationRow, *, complete: bool = Fals
             speeds={},
             complete=False,
             errors=None,
-            costs={},
+            costs=MeasuredCosts(),
             total_steps=None,
             epochs=None,
             loss_curve=None,
@@ -187,19 +186,20 @@ def remember(context: PassContext, row: IncarnationRow, *, complete: bool = Fals
             updated_at=context.now,
         )
         context.tx.add(past)
-    past.speeds = {**_speeds(past.speeds), **row.speeds}
-    past.costs = {**_costs(past.costs).known(), **row.costs.known()}
+    before = past_of(past)
+    past.speeds = {**(before.measured or {}), **row.speeds}
+    past.costs = replace(before.costs, **row.costs.known())
     past.complete = past.complete or complete
     length = row.submission.length
     if success and row.total_steps is not None and length.steps is None:
         past.total_steps, past.epochs = row.total_steps, length.epochs
     if success and row.target and row.target.curve:
-        past.loss_curve = {"width": row.target.curve.width, "losses": list(row.target.curve.losses)}
+        past.loss_curve = row.target.curve
     if success:
-        known = _errors(past.errors)
+        known = before.errors
         new = errors_of(row, known, context.settings.throughput_error)
         past.errors = {
-            size: [*known.get(size, ()), *([new[size]] if size in new else [])][-_KEPT_ERRORS:]
+            size: (*known.get(size, ()), *([new[size]] if size in new else []))[-_KEPT_ERRORS:]
             for size in known.keys() | new.keys()
         }
     past.runs = (past.runs or 0) + int(success)

@@ -15,20 +15,20 @@ from itertools import islice
 
 from elasticflow_airflow.api import EventKind, JobSubmission, State, largest_share
 from elasticflow_airflow.api.event_data import SubmittedData
-from elasticflow_airflow.runtime.logical_workers import DEFAULT_LOGICAL_WORKERS
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.config import Objective
 from elasticflow_airflow.scheduler_core.model.reason import Reason
-from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
+from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.scheduler_core.planning.protection_price import FORGOTTEN
 from elasticflow_airflow.service.decisions import lateness, loss_target, recurring_runs, resuming, task_history
 from elasticflow_airflow.service.decisions.deciding import feed, feed_submitted
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.renewals import Renewals
+from elasticflow_airflow.service.decisions.scheduler_job import job_of_row, logical_workers, most_workers
+from elasticflow_airflow.service.decisions.task_history import Past
 from elasticflow_airflow.service.job_files.candidates import CandidateService
 from elasticflow_airflow.service.store.documents.job_documents import AmendmentAnswer, StoredVerdict
-from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
 from elasticflow_airflow.service.store.tables import AmendmentRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move
 from elasticflow_airflow.service.store.views import UNREADABLE
@@ -102,7 +102,6 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
     measured = None if needs_length else past.measured
     speeds = task_history.speeds_to_plan_with(submission.scaling_curve, measured)
     row.told_speeds = speeds
-    sigma, sigmas = task_history.sigmas_of(past, submission.scaling_curve, context.settings.scheduler_config())
     _say_where_it_starts(context, row)
     loss_target.begin(context, row, past.loss_curve)
     most, least = most_workers(submission, row.logical_workers), submission.min_workers
@@ -120,22 +119,13 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
     asked = lateness.settle(
         context,
         row,
-        Job(
-            job_id=row.job_id,
-            submitted_s=row.submitted_at,
-            deadline_s=row.deadline_at,
-            total_steps=None if row.total_steps is None else float(max(0, row.total_steps - row.step)),
-            curve=curve_from_json(speeds) if speeds else None,
+        job_of_row(
+            row,
+            past,
+            context.settings.scheduler_config(),
+            steps=None if row.total_steps is None else max(0, row.total_steps - row.step),
+            speeds=speeds,
             costs=context.costs_of(row),
-            min_workers=least,
-            max_workers=most,
-            value=row.value,
-            on_reject=OnReject(submission.on_reject),
-            latest_deadline_s=submission.latest_deadline_at,
-            explore=not submission.scaling_curve,
-            partial=not submission.scaling_curve,
-            speed_sigma=sigma,
-            speed_sigmas=sigmas,
         ),
     )
     if asked is None:
@@ -143,17 +133,18 @@ def _introduce(context: PassContext, row: IncarnationRow, device_type: str, slot
     limit = _limit(submission, row.logical_workers, slots)
     row.verdict = replace(row.verdict, limit=limit)
     said = Reason("submitted; {known}{limit}", known=_what_is_known(submission, speeds), limit=limit)
-    context.event(SubmittedData(deadline_at=row.deadline_at, curve=speeds), said, row)
+    curve = None if speeds is None else {str(size): speed for size, speed in speeds.items()}
+    context.event(SubmittedData(deadline_at=row.deadline_at, curve=curve), said, row)
     return replace(asked, task=recurring_runs.arrive(context, job, row))
 
 
-def _what_is_known(submission: JobSubmission, speeds: Mapping[str, float] | None) -> Reason:
+def _what_is_known(submission: JobSubmission, speeds: Mapping[int, float] | None) -> Reason:
     """Describe what is known of the speed of a job, for the event of its submission."""
     if not speeds:
         return Reason("its speed is not known yet: it is measured first")
     if submission.scaling_curve:
         return Reason("its scaling curve is known")
-    *most, last = map(str, sorted(map(int, speeds)))
+    *most, last = map(str, sorted(speeds))
     sizes = f"{', '.join(most)} and {last} workers" if most else "1 worker" if last == "1" else f"{last} workers"
     return Reason("its speed with {sizes} is known from earlier runs", sizes=sizes)
 
@@ -171,31 +162,9 @@ def _past_job(context: PassContext, row: IncarnationRow) -> Job | None:
     with suppress(*UNREADABLE):
         speeds = row.speeds or task_history.speeds_to_plan_with(row.submission.scaling_curve, None)
         if speeds and row.total_steps is not None:
-            return Job(
-                job_id=row.job_id,
-                submitted_s=row.submitted_at,
-                deadline_s=row.deadline_at,
-                total_steps=float(row.total_steps),
-                curve=curve_from_json(speeds),
-                costs=context.costs_of(row),
-                min_workers=row.submission.min_workers,
-                max_workers=most_workers(row.submission, row.logical_workers),
-                value=row.value,
-            )
+            config, costs = context.settings.scheduler_config(), context.costs_of(row)
+            return job_of_row(row, Past(), config, steps=row.total_steps, speeds=speeds, costs=costs)
     return None
-
-
-def logical_workers(submission: JobSubmission) -> int | None:
-    """Return the number of shares each step is cut into for the whole life of an incarnation; None in fast mode.
-
-    It depends on the submission alone, so that it is the same without the service and on any other cluster.
-    """
-    if submission.consistency == "fast":
-        return None
-    if submission.logical_workers is not None:
-        return submission.logical_workers
-    batch, least = submission.global_batch_size, submission.min_workers
-    return largest_share(batch, max(DEFAULT_LOGICAL_WORKERS, least, submission.max_workers or 1))
 
 
 def _limit(submission: JobSubmission, shares: int | None, slots: int) -> Reason:
@@ -211,13 +180,6 @@ def _limit(submission: JobSubmission, shares: int | None, slots: int) -> Reason:
     else:
         kind = "; at most {shares} workers can share its global_batch_size={batch} equally"
     return Reason(kind, shares=shares, batch=batch)
-
-
-def most_workers(submission: JobSubmission, shares: int | None) -> int:
-    """Return the most workers that the scheduler may give: one for each share, or for each sample."""
-    batch = submission.global_batch_size
-    most = shares if shares is not None else 1 << (batch.bit_length() - 1)
-    return min(most, submission.max_workers or most)
 
 
 def _say_where_it_starts(context: PassContext, row: IncarnationRow) -> None:

@@ -134,6 +134,8 @@ def _fold_state(
 ) -> None:
     generation.log_names = sorted({*generation.log_names, *(worker.log_name for worker in gang.workers)})
     advance(generation, gang.state)
+    if gang.state is GangState.LEAVING and generation.notes.leaving_at is None:
+        generation.notes = replace(generation.notes, leaving_at=context.now)
     if gang.state in STANDING and generation.holding_at is None:
         generation.holding_at = context.now
     # Not only on a change of state: while its job was set aside, the change was not handled.
@@ -541,7 +543,7 @@ def _measure(context: PassContext, row: IncarnationRow, generation: GenerationRo
     speed = speed_measurement.measured_speed(generation.window, context.enough)
     if speed is None or generation.last_step_at is None:
         return
-    row.speeds = {**row.speeds, str(generation.workers): speed}
+    row.speeds = {**row.speeds, generation.workers: speed}
     if generation.notes.cost_measured or generation.mode == RescaleMode.IN_PLACE:
         return
     generation.notes = replace(generation.notes, cost_measured=True)

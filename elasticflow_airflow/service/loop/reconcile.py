@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import structlog
 
@@ -36,11 +35,12 @@ from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.loop import introducing, observing, retention, unknown_gangs, watching
 from elasticflow_airflow.service.loop.actuating import Actuator
 from elasticflow_airflow.service.loop.cluster_nodes import nodes_now
+from elasticflow_airflow.service.loop.slow_leavers import held_by_slow_leavers
 from elasticflow_airflow.service.loop.stages import Seen, StageParts, stages
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.secrets import SecretBox, SecretError, hidden_values
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.store.documents.scheduler_values import state_from_json, state_to_json
+from elasticflow_airflow.service.store.documents.scheduler_values import StoredState
 from elasticflow_airflow.service.store.store import Store
 from elasticflow_airflow.service.store.stored_bounds import state_out_of_bounds
 from elasticflow_airflow.service.store.tables import IncarnationRow
@@ -290,7 +290,7 @@ class Reconciler:
                     self._scheduler, context = None, self._open(work, now)
                 if observations is not None:
                     self._leftovers.look(context, observations, self._nodes)
-                context.held = self._leftovers.held(context)
+                context.held = {**self._leftovers.held(context), **held_by_slow_leavers(context)}
                 unknown_gangs.number_above(context, self._engine.latest, everyone=self._scheduler is None)
                 setting_aside.place(context, observations or ())
                 if self._scheduler is None:
@@ -424,16 +424,17 @@ class Reconciler:
         if not row.introduced or row.terminal or row.scheduler_state is None:
             return None
         with context.on_behalf_of(row.job_id, "reading what the scheduler remembered of it"):
-            state = self._with_its_margin(state_from_json(row.scheduler_state), row.scheduler_state)
+            state = self._with_its_margin(row.scheduler_state)
             problem = state_out_of_bounds(state)
             if problem is not None:
                 raise setting_aside.OutOfBoundsError(problem)
             return state
         return None
 
-    def _with_its_margin(self, state: JobState, raw: Mapping[str, Any]) -> JobState:
+    def _with_its_margin(self, stored: StoredState) -> JobState:
         """Keep the flat margin of a job admitted when all speeds had one, where its speed was not measured."""
-        if "speed_sigma" in raw["job"]:
+        state = stored.state
+        if stored.has_speed_sigma:
             return state
         sigma = sigma_of_margin(self._settings.throughput_error, self._settings.scheduler_config())
         return replace(state, job=replace(state.job, speed_sigma=sigma))
@@ -477,7 +478,7 @@ class Reconciler:
                 if state is None:
                     continue
                 if self._written.get(row.job_id) != state or row.scheduler_state is None:
-                    row.scheduler_state = state_to_json(state)
+                    row.scheduler_state = StoredState.of(state)
                 written[row.job_id] = state
                 self._project(context, row)
         return written

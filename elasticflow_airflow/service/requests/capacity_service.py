@@ -20,10 +20,9 @@ from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.scheduler_core.outlook.capacity import CapacityOutlook, Want, capacity
 from elasticflow_airflow.service.decisions import task_history
 from elasticflow_airflow.service.decisions.pass_context import costs_from
-from elasticflow_airflow.service.loop.introducing import most_workers
+from elasticflow_airflow.service.decisions.scheduler_job import job_of_row
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.requests.forecasting import ForecastService, identities_of, whose
-from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
 from elasticflow_airflow.service.store.store import Reader
 from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow
 from elasticflow_airflow.service.store.views import UNREADABLE
@@ -80,26 +79,12 @@ class CapacityService:
     def _job(self, reader: Reader, job: JobRow, row: IncarnationRow) -> Job | None:
         """Return a rejected job as it would be submitted again; None while its speed or length is unknown."""
         past = task_history.past_of(reader.history(job.recurring_key, row.signature) if row.signature else None)
-        given = row.submission.scaling_curve
-        known = task_history.speeds_to_plan_with(given, past.measured)
-        speeds = known or {str(size): float(speed) for size, speed in row.speeds.items()}
+        speeds = task_history.speeds_to_plan_with(row.submission.scaling_curve, past.measured) or row.speeds
         if not speeds or row.total_steps is None:
             return None
-        sigma, sigmas = task_history.sigmas_of(past, given, self.forecasts.settings.scheduler_config())
-        return Job(
-            job_id=row.job_id,
-            submitted_s=row.submitted_at,
-            deadline_s=row.deadline_at,
-            total_steps=float(max(0, row.total_steps - row.step)),
-            curve=curve_from_json(speeds),
-            speed_sigma=sigma,
-            speed_sigmas=sigmas,
-            costs=costs_from(self.forecasts.settings, row.costs, row.in_place),
-            min_workers=row.submission.min_workers,
-            max_workers=most_workers(row.submission, row.logical_workers),
-            value=row.value,
-            partial=not row.submission.scaling_curve,
-        )
+        settings, left = self.forecasts.settings, max(0, row.total_steps - row.step)
+        costs = costs_from(settings, row.costs, row.in_place)
+        return job_of_row(row, past, settings.scheduler_config(), steps=left, speeds=speeds, costs=costs)
 
 
 def _answer(

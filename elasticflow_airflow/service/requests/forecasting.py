@@ -22,16 +22,16 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Reject, Terms, Wait
 from elasticflow_airflow.scheduler_core.model.recurring_work import ExpectedRun, Spread
-from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
+from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.scheduler_core.outlook.forecast import Forecast, Outcome, Outlook, forecast
 from elasticflow_airflow.service.decisions import recurring_runs, task_history
 from elasticflow_airflow.service.decisions.lateness import as_asked, passed_already
 from elasticflow_airflow.service.decisions.pass_context import costs_from
-from elasticflow_airflow.service.loop.introducing import logical_workers, most_workers
+from elasticflow_airflow.service.decisions.scheduler_job import logical_workers, scheduler_job
 from elasticflow_airflow.service.refusal import Refusal, never_fits, wrong_job_id
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord
-from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json, plan_to_json
+from elasticflow_airflow.service.store.documents.scheduler_values import plan_to_json
 from elasticflow_airflow.service.store.store import Reader, Store
 from elasticflow_airflow.service.store.views import told
 
@@ -174,26 +174,21 @@ class ForecastService:
             reader.history(key, task_history.signature_of(submission, self.device_type(), shares))
         )
         speeds = task_history.speeds_to_plan_with(submission.scaling_curve, past.measured)
-        sigma, sigmas = task_history.sigmas_of(past, submission.scaling_curve, self.settings.scheduler_config())
         steps = task_history.length_of(submission.length, submission.global_batch_size, past)
         task = reader.recurring_task(key)
         expected = task is not None and any(due - recurring_runs.POLICY.early_s <= now for due in task.due)
-        return Job(
+        return scheduler_job(
+            submission,
+            past,
+            self.settings.scheduler_config(),
             job_id=job_id,
-            submitted_s=now,
-            deadline_s=None if submission.best_effort else submission.deadline_at,
-            total_steps=None if steps is None else float(steps),
-            curve=curve_from_json(speeds) if speeds else None,
-            costs=costs_from(self.settings, past.costs, InPlaceRecord()),
-            min_workers=submission.min_workers,
-            max_workers=most_workers(submission, shares),
+            submitted_at=now,
+            deadline_at=None if submission.best_effort else submission.deadline_at,
             value=submission.value,
-            on_reject=OnReject(submission.on_reject),
-            latest_deadline_s=submission.latest_deadline_at,
-            explore=not submission.scaling_curve,
-            partial=not submission.scaling_curve,
-            speed_sigma=sigma,
-            speed_sigmas=sigmas,
+            steps=steps,
+            speeds=speeds,
+            costs=costs_from(self.settings, past.costs, InPlaceRecord()),
+            shares=shares,
             task=key if expected else "",
         )
 

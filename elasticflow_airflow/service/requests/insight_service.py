@@ -176,7 +176,7 @@ class InsightService:
             samples=[_sample(one) for one in samples],
             samples_per_s=sampling.samples_per_s,
             noise_scale=sampling.noise_scale,
-            curve=_curve({int(size): float(speed) for size, speed in row.speeds.items()}, believed or told),
+            curve=_curve(readable(row.speeds) or {}, believed or told),
             workers=_worker_times(workers),
             checkpoints=[_checkpoint(one, row) for one in candidates],
             trained_with=self.trained_with(row, generations),

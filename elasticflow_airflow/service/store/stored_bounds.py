@@ -56,7 +56,7 @@ def course_out_of_bounds(row: IncarnationRow) -> str | None:
         *(_named(name, bounds.time_problem(at)) for name, at in times.items() if at is not None),
         *(_named(name, bounds.count_problem(count)) for name, count in counts.items() if count is not None),
         *(_named(name, bounds.number_problem(value, 0.0, bounds.LONGEST_S)) for name, value in lengths.items()),
-        *(_named("speeds", _speed_problem(int(size), float(speed))) for size, speed in row.speeds.items()),
+        *(_named("speeds", _speed_problem(size, speed)) for size, speed in row.speeds.items()),
         _named("value", bounds.number_problem(row.value, bounds.LEAST_VALUE, bounds.MOST_VALUE)),
         _named("init_from", None if row.init_from_path is None else bounds.path_problem(row.init_from_path)),
         _named("promoted", "names no checkpoint" if row.promoted and promotion_of(row) is None else None),

@@ -25,6 +25,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from elasticflow_airflow.api import JobIdentity, JobResult
 from elasticflow_airflow.runtime.protocol import Promotion
+from elasticflow_airflow.scheduler_core.convergence import LossCurve
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.recurring_work import PastRun
 from elasticflow_airflow.service.store.documents.columns import Document, Message, ReasonText
@@ -40,6 +41,7 @@ from elasticflow_airflow.service.store.documents.job_documents import (
     StoredVerdict,
     TaskFacts,
 )
+from elasticflow_airflow.service.store.documents.scheduler_values import StateDocument, StoredState
 from elasticflow_airflow.service.store.documents.speed_measurement import SpeedMeasurement
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 
@@ -123,7 +125,7 @@ class IncarnationRow(Base):
     deadline_at: Mapped[float | None]
     best_effort: Mapped[bool] = mapped_column(Boolean)
     value: Mapped[float]
-    scheduler_state: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    scheduler_state: Mapped[StoredState | None] = mapped_column(StateDocument(), default=None)
     ending: Mapped[Ending | None] = mapped_column(Document(Ending), default=None)
     parked: Mapped[bool] = mapped_column(Boolean, default=False)
     lease_expires_at: Mapped[float | None] = mapped_column(default=None)
@@ -144,9 +146,9 @@ class IncarnationRow(Base):
     total_steps: Mapped[int | None] = mapped_column(Integer, default=None)
     loss: Mapped[float | None] = mapped_column(default=None)
     steps_per_s: Mapped[float | None] = mapped_column(default=None)
-    speeds: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    """Measured steps/s by number of workers (as text)."""
-    told_speeds: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    speeds: Mapped[dict[int, float]] = mapped_column(Document(dict[int, float]), default=dict)
+    """Measured steps/s by number of workers."""
+    told_speeds: Mapped[dict[int, float] | None] = mapped_column(Document(dict[int, float]), default=None)
     """The speeds that the decision was based on, before anything was measured in this run."""
     costs: Mapped[MeasuredCosts] = mapped_column(Document(MeasuredCosts), default=MeasuredCosts)
     metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
@@ -341,18 +343,21 @@ class HistoryRow(Base):
 
     recurring_key: Mapped[str] = mapped_column(Text, primary_key=True)
     signature: Mapped[str] = mapped_column(Text, primary_key=True)
-    speeds: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    speeds: Mapped[dict[int, float]] = mapped_column(Document(dict[int, float]), default=dict)
+    """Steps/s by number of workers."""
     complete: Mapped[bool] = mapped_column(Boolean, default=False)
     """The speeds are a complete scaling curve: profiling was finished."""
-    costs: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    costs: Mapped[MeasuredCosts] = mapped_column(Document(MeasuredCosts), default=MeasuredCosts)
     total_steps: Mapped[int | None] = mapped_column(Integer, default=None)
     """The length of the last run that reported its length only after its start ..."""
     epochs: Mapped[int | None] = mapped_column(Integer, default=None)
     """... and the number of epochs of that run."""
-    errors: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    """Errors of the predicted speeds in the last runs, |log(measured / told)|, oldest first; by workers (as text)."""
-    loss_curve: Mapped[dict[str, Any] | None] = mapped_column(default=None)
-    """The curve of the last success with a target loss: ``width`` and ``losses``."""
+    errors: Mapped[dict[int, tuple[float, ...]] | None] = mapped_column(
+        Document(dict[int, tuple[float, ...]]), default=None
+    )
+    """Errors of the predicted speeds in the last runs, |log(measured / told)|, oldest first; by number of workers."""
+    loss_curve: Mapped[LossCurve | None] = mapped_column(Document(LossCurve), default=None)
+    """The curve of the last success with a target loss."""
     runs: Mapped[int] = mapped_column(Integer, default=0)
     updated_at: Mapped[float]
 

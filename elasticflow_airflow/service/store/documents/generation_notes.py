@@ -88,6 +88,8 @@ class GenerationNotes:
     """Its speed was measured or cannot be measured: the measurement that it was ordered for is over."""
     cost_measured: bool = False
     """The cost of its start or of its pause is known."""
+    leaving_at: float | None = None
+    """When its workers were first seen to leave, as they were told to."""
     left_at: float | None = None
     """When a worker was first seen to have left the others without a report."""
     slow: Mapping[str, float] = field(default_factory=dict)

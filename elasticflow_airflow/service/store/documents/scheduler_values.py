@@ -9,15 +9,55 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from elasticflow_airflow.scheduler_core.model.values import JobState, Placement, Plan, ScalingCurve, Slot
+from elasticflow_airflow.scheduler_core.model.values import JobState, Placement, Plan, Slot
+from elasticflow_airflow.service.store.documents.columns import Document
 
 _PLAIN = frozenset({int, str, bool, type(None)})
 """Types of values that are JSON already."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """The scheduler's state of a job as it is stored. It is read when asked for: few passes need it."""
+
+    raw: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, state: JobState) -> StoredState:
+        """Return a state to store."""
+        return cls(state_to_json(state))
+
+    @property
+    def state(self) -> JobState:
+        """The state. Raises one of ``UNREADABLE`` if it cannot be read."""
+        return state_from_json(self.raw)
+
+    @property
+    def has_speed_sigma(self) -> bool:
+        """Whether it was stored by a service that knew an error of the speed for each job."""
+        return "speed_sigma" in self.raw["job"]
+
+
+class StateDocument(Document[StoredState]):
+    """The type of a column that holds states of the scheduler."""
+
+    cache_ok = True
+
+    def __init__(self) -> None:
+        super().__init__(StoredState)
+
+    def dump(self, document: StoredState) -> Any:
+        """Return the state as JSON."""
+        return document.raw
+
+    def load(self, stored: Any) -> StoredState:
+        """Return the stored state, whatever it is."""
+        return StoredState(stored)
 
 
 def state_to_json(state: JobState) -> dict[str, Any]:
@@ -38,11 +78,6 @@ def slots_to_json(slots: Iterable[Slot]) -> list[Any]:
 def placement_from_json(raw: Iterable[Any]) -> Placement:
     """Inverse of :func:`slots_to_json`."""
     return Placement(tuple(Slot(str(node_id), int(index)) for node_id, index in raw))
-
-
-def curve_from_json(raw: Mapping[str, float]) -> ScalingCurve:
-    """Return the curve for a mapping from number of workers (as text) to steps/s."""
-    return ScalingCurve({int(workers): float(speed) for workers, speed in raw.items()})
 
 
 def plan_to_json(plan: Plan | None) -> list[dict[str, float]] | None:

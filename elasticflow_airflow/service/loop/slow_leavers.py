@@ -1,0 +1,40 @@
+"""Slots of gangs that take long to leave: nothing is planned on them until they have left.
+
+A job that gives up its slots saves and leaves after the step that it is in; one that does not is killed after twice the
+grace period. Until then its slots cannot be used, whatever was planned: a job that waits for them, perhaps with a
+promise to keep, is planned on other slots.
+"""
+
+from __future__ import annotations
+
+import math
+
+from elasticflow_airflow.engines.port import GangState
+from elasticflow_airflow.scheduler_core.model.values import Slot
+from elasticflow_airflow.service.decisions.pass_context import Held, PassContext
+from elasticflow_airflow.service.decisions.setting_aside import slots_of
+
+_SLOW = 0.25
+"""Part of the grace period after which a gang counts as slow to leave."""
+_LONGER_S = 60.0
+"""How much later than it should have been killed it is expected to be gone, again and again."""
+
+
+def held_by_slow_leavers(context: PassContext) -> dict[Slot, Held]:
+    """Return the slots that gangs hold which were told to leave long ago, and until when they are expected to."""
+    grace_s = context.settings.grace_s
+    found: dict[Slot, Held] = {}
+    for row in context.rows:
+        if row.terminal or row.ending:
+            continue  # The scheduler knows that the job has its slots until it is over.
+        desired = context.desired(row)
+        its = set() if desired is None else set(slots_of(desired))  # where its next gang waits for the one before
+        for generation in context.open_of(row):
+            since = generation.notes.leaving_at
+            if generation.state != GangState.LEAVING or since is None or context.now - since < _SLOW * grace_s:
+                continue
+            late_s = max(0.0, context.now - (since + 2 * grace_s))
+            until_s = since + 2 * grace_s + _LONGER_S * math.ceil(late_s / _LONGER_S)
+            holder = f"{row.job_id}, which was told to leave"
+            found |= {slot: Held(holder, until_s) for slot in slots_of(generation) if slot not in its}
+    return found

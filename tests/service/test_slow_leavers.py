@@ -1,0 +1,49 @@
+"""Gangs that do not leave when they are told to: who was promised their slots trains elsewhere, and in time."""
+
+from __future__ import annotations
+
+import pytest
+
+CURVE = {1: 10.0}
+STUBBORN = {"ignores_leave": True}
+ONE = {"scaling_curve": CURVE, "max_workers": 1}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("order", [(STUBBORN, {}), ({}, STUBBORN)])
+def test_a_promise_is_kept_whoever_does_not_leave_its_slots(make_world, order, restarts):
+    world = make_world(nodes=1, slots=2)
+    for number, fake in enumerate(order):
+        job = world.submit(task=f"whenever{number}", steps=10**6, best_effort=True, fake=fake, **ONE)
+        world.until(lambda job=job: world.status(job).step > 5, "it trains")
+    job = world.submit(task="good", within=90, steps=200, **ONE)
+    assert world.status(job).verdict.decision == "admitted"
+    if restarts:
+        for _ in range(4):
+            world.run(8)
+            world.restart()
+    assert world.ended(job).result.met, "\n".join(world.story())
+
+
+def test_the_slots_are_used_again_once_they_are_free(make_world):
+    world = make_world(nodes=1, slots=2)
+    stubborn = world.submit(task="stubborn", steps=10**6, best_effort=True, fake=STUBBORN, **ONE)
+    world.until(lambda: world.status(stubborn).step > 5, "it trains")
+    first, second = (world.submit(task=f"good{within}", within=within, steps=2000, **ONE) for within in (230, 400))
+    world.run(30)
+    (held,) = [index for node in world.reconciler.nodes for index in node.busy]
+    assert stubborn.job.job_id in world.reconciler.nodes[0].busy[held]
+    third = world.submit(task="soon", within=60, steps=100, **ONE)
+    assert world.status(third).verdict.decision == "rejected"
+    assert all(world.ended(job).result.met for job in (first, second))
+    assert not any(node.busy for node in world.reconciler.nodes)
+    world.until(lambda: world.status(stubborn).workers == 1, "it goes on")
+
+
+def test_a_gang_that_is_to_start_again_on_its_own_slots_waits_there(make_world):
+    """Its slots are nobody else's: to plan it elsewhere would help nobody."""
+    world = make_world(nodes=1, slots=4)
+    job = world.submit(task="grows", within=900, steps=4000, scaling_curve={1: 10.0, 2: 18.0}, fake={"save_s": 40.0})
+    world.until(lambda: world.status(job).step > 5, "it trains")
+    assert world.ended(job).result.met
+    assert not any(node.busy for node in world.reconciler.nodes)
