@@ -9,6 +9,11 @@ STUBBORN = {"ignores_leave": True}
 ONE = {"scaling_curve": CURVE, "max_workers": 1}
 
 
+def avoided(world):
+    """The slots that nothing is planned on now."""
+    return [index for node in world.reconciler._scheduler.nodes() for index in node.avoided]
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("order", [(STUBBORN, {}), ({}, STUBBORN)])
 def test_a_promise_is_kept_whoever_does_not_leave_its_slots(make_world, order, restarts):
@@ -30,20 +35,24 @@ def test_the_slots_are_used_again_once_they_are_free(make_world):
     stubborn = world.submit(task="stubborn", steps=10**6, best_effort=True, fake=STUBBORN, **ONE)
     world.until(lambda: world.status(stubborn).step > 5, "it trains")
     first, second = (world.submit(task=f"good{within}", within=within, steps=2000, **ONE) for within in (230, 400))
+    ((_, index),) = world.status(stubborn).slots
     world.run(30)
-    (held,) = [index for node in world.reconciler.nodes for index in node.busy]
-    assert stubborn.job.job_id in world.reconciler.nodes[0].busy[held]
+    assert avoided(world) == [index]
     third = world.submit(task="soon", within=60, steps=100, **ONE)
     assert world.status(third).verdict.decision == "rejected"
     assert all(world.ended(job).result.met for job in (first, second))
-    assert not any(node.busy for node in world.reconciler.nodes)
+    assert avoided(world) == []
     world.until(lambda: world.status(stubborn).workers == 1, "it goes on")
 
 
 def test_a_gang_that_is_to_start_again_on_its_own_slots_waits_there(make_world):
     """Its slots are nobody else's: to plan it elsewhere would help nobody."""
-    world = make_world(nodes=1, slots=4)
-    job = world.submit(task="grows", within=900, steps=4000, scaling_curve={1: 10.0, 2: 18.0}, fake={"save_s": 40.0})
-    world.until(lambda: world.status(job).step > 5, "it trains")
-    assert world.ended(job).result.met
-    assert not any(node.busy for node in world.reconciler.nodes)
+    world = make_world(nodes=1, slots=2)
+    other = world.submit(task="other", within=60, steps=200, **ONE)
+    fake = {"save_s": 40.0, "steps_per_s": {1: 10.0, 2: 18.0}}
+    job = world.submit(task="grows", within=900, steps=4000, scaling_curve={1: 10.0, 2: 18.0}, max_workers=2, fake=fake)
+    assert world.ended(other).state == "succeeded"
+    seen = set()
+    world.until(lambda: seen.update(avoided(world)) or world.status(job).state.terminal, "it ends")
+    assert world.status(job).result.rescales == 1
+    assert seen == set()

@@ -29,6 +29,7 @@ def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
             avoided={
                 **{row.slot_index: row.until_at for row in avoided if row.node_id == node.node_id},
                 **{slot.index: one.until_s for slot, one in context.held.items() if slot.node_id == node.node_id},
+                **{slot.index: until_s for slot, until_s in context.left_late.items() if slot.node_id == node.node_id},
             },
         )
         for node in seen

@@ -290,7 +290,7 @@ class Reconciler:
                     self._scheduler, context = None, self._open(work, now)
                 if observations is not None:
                     self._leftovers.look(context, observations, self._nodes)
-                context.held = {**self._leftovers.held(context), **held_by_slow_leavers(context)}
+                context.held, context.left_late = self._leftovers.held(context), held_by_slow_leavers(context)
                 unknown_gangs.number_above(context, self._engine.latest, everyone=self._scheduler is None)
                 setting_aside.place(context, observations or ())
                 if self._scheduler is None:

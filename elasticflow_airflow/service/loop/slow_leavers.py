@@ -11,7 +11,7 @@ import math
 
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.scheduler_core.model.values import Slot
-from elasticflow_airflow.service.decisions.pass_context import Held, PassContext
+from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.setting_aside import slots_of
 
 _SLOW = 0.25
@@ -20,10 +20,10 @@ _LONGER_S = 60.0
 """How much later than it should have been killed it is expected to be gone, again and again."""
 
 
-def held_by_slow_leavers(context: PassContext) -> dict[Slot, Held]:
-    """Return the slots that gangs hold which were told to leave long ago, and until when they are expected to."""
+def held_by_slow_leavers(context: PassContext) -> dict[Slot, float]:
+    """Return the slots of gangs that were told to leave long ago, and when each should be free (UTC seconds)."""
     grace_s = context.settings.grace_s
-    found: dict[Slot, Held] = {}
+    found: dict[Slot, float] = {}
     for row in context.rows:
         if row.terminal or row.ending:
             continue  # The scheduler knows that the job has its slots until it is over.
@@ -35,6 +35,5 @@ def held_by_slow_leavers(context: PassContext) -> dict[Slot, Held]:
                 continue
             late_s = max(0.0, context.now - (since + 2 * grace_s))
             until_s = since + 2 * grace_s + _LONGER_S * math.ceil(late_s / _LONGER_S)
-            holder = f"{row.job_id}, which was told to leave"
-            found |= {slot: Held(holder, until_s) for slot in slots_of(generation) if slot not in its}
+            found |= dict.fromkeys(set(slots_of(generation)) - its, until_s)
     return found
