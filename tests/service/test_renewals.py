@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticflow_airflow.service.decisions.renewals import Renewals
+from elasticflow_airflow.service.renewals import Renewals
 
 
 def test_what_is_over_is_forgotten():

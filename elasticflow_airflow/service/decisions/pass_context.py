@@ -83,8 +83,6 @@ class PassContext:
     """Columns of the samples of this pass that are not stored yet."""
     held: Mapping[Slot, Held] = field(default_factory=dict)
     """Slots with a holder that the service does not know (see ``unknown_gangs.py``)."""
-    left_late: Mapping[Slot, float] = field(default_factory=dict)
-    """Slots that slow leavers still hold, and when each is expected to be free (see ``slow_leavers.py``)."""
     amendment: AmendmentRow | None = None
     """The amendment that the scheduler is being asked about."""
     wake_at: float | None = None

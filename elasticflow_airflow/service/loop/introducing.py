@@ -24,10 +24,10 @@ from elasticflow_airflow.scheduler_core.planning.protection_price import FORGOTT
 from elasticflow_airflow.service.decisions import lateness, loss_target, recurring_runs, resuming, task_history
 from elasticflow_airflow.service.decisions.deciding import feed, feed_submitted
 from elasticflow_airflow.service.decisions.pass_context import PassContext
-from elasticflow_airflow.service.decisions.renewals import Renewals
 from elasticflow_airflow.service.decisions.scheduler_job import job_of_row, logical_workers, most_workers
 from elasticflow_airflow.service.decisions.task_history import Past
 from elasticflow_airflow.service.job_files.candidates import CandidateService
+from elasticflow_airflow.service.renewals import Renewals
 from elasticflow_airflow.service.store.documents.job_documents import AmendmentAnswer, StoredVerdict
 from elasticflow_airflow.service.store.tables import AmendmentRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move

@@ -29,15 +29,14 @@ from elasticflow_airflow.service.decisions.deciding import record_all
 from elasticflow_airflow.service.decisions.faults import Faults, SchedulerFaultError, ServiceFaultError
 from elasticflow_airflow.service.decisions.foresight import Foresight, foresight_of
 from elasticflow_airflow.service.decisions.pass_context import Absence, Held, PassContext, alive
-from elasticflow_airflow.service.decisions.renewals import Renewals
 from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.loop import introducing, observing, retention, unknown_gangs, watching
 from elasticflow_airflow.service.loop.actuating import Actuator
 from elasticflow_airflow.service.loop.cluster_nodes import nodes_now
-from elasticflow_airflow.service.loop.slow_leavers import held_by_slow_leavers
 from elasticflow_airflow.service.loop.stages import Seen, StageParts, stages
 from elasticflow_airflow.service.notify import Notifier
+from elasticflow_airflow.service.renewals import Renewals
 from elasticflow_airflow.service.secrets import SecretBox, SecretError, hidden_values
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.scheduler_values import StoredState
@@ -290,7 +289,7 @@ class Reconciler:
                     self._scheduler, context = None, self._open(work, now)
                 if observations is not None:
                     self._leftovers.look(context, observations, self._nodes)
-                context.held, context.left_late = self._leftovers.held(context), held_by_slow_leavers(context)
+                context.held = self._leftovers.held(context)
                 unknown_gangs.number_above(context, self._engine.latest, everyone=self._scheduler is None)
                 setting_aside.place(context, observations or ())
                 if self._scheduler is None:

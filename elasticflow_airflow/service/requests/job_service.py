@@ -23,10 +23,10 @@ from elasticflow_airflow.api import (
 )
 from elasticflow_airflow.engines.job_files import JobFiles
 from elasticflow_airflow.scheduler_core.model.reason import Reason
-from elasticflow_airflow.service.decisions.renewals import Question, Renewals
 from elasticflow_airflow.service.job_files.snapshots import SHA256, Snapshots
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job, stale_claim, wrong_job_id
+from elasticflow_airflow.service.renewals import Question, Renewals
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.columns import readable
