@@ -94,9 +94,7 @@ def _held_by_slow_leavers(context: PassContext) -> dict[Slot, float]:
         if row.terminal or row.ending:
             continue  # The scheduler knows that the job has its slots until it is over.
         desired = context.desired(row)
-        its = (
-            set() if desired is None else set(setting_aside.slots_of(desired))
-        )  # where its next gang waits for the one before
+        its = set() if desired is None else set(setting_aside.slots_of(desired))  # Its own next gang waits there.
         for generation in context.open_of(row):
             since = generation.notes.leaving_at
             if generation.state != GangState.LEAVING or since is None or context.now - since < _SLOW * grace_s:
