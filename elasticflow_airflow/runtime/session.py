@@ -352,8 +352,6 @@ class Session:
             except GroupBroken as error:
                 if self.is_main:
                     break
-                if core.member is None:
-                    raise
                 # Rank 0 may have died before it saved. The survivors then wait for the new rank 0 to save.
                 self._steps.finish_for_the_dead(error, data)
         core.say_if_main(ReportKind.FINISHED, **data)
