@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from elasticflow_airflow.api import Length
 from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.service.store.tables import IncarnationRow
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 DAY_S = 86_400.0
@@ -617,3 +619,18 @@ def test_of_a_script_of_unknown_length_the_log_says_that_nothing_is_known(world,
     assert "nothing is known of what it has trained" in event.reason
     assert "0 steps" not in event.reason
     assert ("before the deadline" in event.reason) == (within is not None)
+
+
+def test_the_rows_of_a_pass_go_with_it_and_wait_for_no_garbage_collection(world):
+    """A thousand jobs are 25,000 objects a pass; to find them, all threads would stand still for a second."""
+    for number in range(4):
+        world.submit(task=f"t{number}", steps=5000, scaling_curve={1: 10.0}, max_workers=1)
+    world.run(5)
+    gc.collect()
+    gc.disable()
+    try:
+        world.run(10)
+        rows = sum(type(one) is IncarnationRow for one in gc.get_objects())
+    finally:
+        gc.enable()
+    assert rows <= 2 * 4, "those of a pass, and of the answer to a question"

@@ -28,7 +28,8 @@ from elasticflow_airflow.scheduler_core.model.values import (
     ScalingCurve,
     Slot,
 )
-from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord
+from elasticflow_airflow.service.store.documents.columns import UnreadableError
+from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord, MeasuredCosts
 from elasticflow_airflow.service.store.documents.scheduler_values import StoredState, state_from_json, state_to_json
 from elasticflow_airflow.service.store.migrate import SchemaTooNewError, current_revision, ensure_schema
 from elasticflow_airflow.service.store.store import Store, Writer, _open_engine
@@ -89,6 +90,22 @@ def claims(store: Store, job_id: str = "daily-train-1") -> int:
 
 
 # -- schema ------------------------------------------------------------------------------------------------------
+
+
+def test_equal_documents_are_read_once_and_one_that_is_no_json_hurts_no_other(store):
+    with store.write() as tx:
+        for number in range(3):
+            add_job(tx, f"daily-train-{number}").costs = MeasuredCosts(startup_s=1.0)
+    if store.engine.dialect.name == "sqlite":  # PostgreSQL stores no such text
+        with store.engine.begin() as connection:
+            connection.execute(sa.text("UPDATE incarnation SET costs = '{' WHERE job_id = 'daily-train-2'"))
+    with store.read() as reader:
+        one, other, bad = (reader.incarnation(f"daily-train-{n}", 1) for n in range(3))
+        assert one.costs is other.costs
+        assert one.costs == MeasuredCosts(startup_s=1.0)
+        if store.engine.dialect.name == "sqlite":
+            with pytest.raises(UnreadableError, match="it is not JSON"):
+                _ = bad.costs.startup_s
 
 
 def test_a_new_database_is_brought_to_head(store):

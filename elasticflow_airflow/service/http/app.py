@@ -264,8 +264,10 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
     @lanes.reading
     def job_events(job_id: JobId, after: EventId = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> list[Event]:
         """A job's events, oldest first: what was decided, and why."""
-        parts.job_service.status(job_id)
-        return read_events(after, job_id, limit)
+        with parts.store.read() as reader:
+            if reader.job(job_id) is None:
+                raise no_such_job(job_id)
+            return [event_of(row) for row in reader.events(after, job_id, limit)]
 
     @app.get("/v1/events", response_class=StreamingResponse, responses=_EVENT_STREAM)
     async def stream(request: Request, after: EventId | None = None, job_id: OneJob | None = None) -> StreamingResponse:

@@ -282,6 +282,13 @@ class UnitOfWork(Reader):
             self.session.commit()
         crashpoints.point("after commit")
 
+    def let_go(self) -> None:
+        """Drop what is to be written.
+
+        It refers to this object, so all loaded rows would stay until a garbage collection, in which everything waits.
+        """
+        self._orders.clear()
+
     def _doubled(self, new: Sequence[Base]) -> UnstorableError | None:
         """Find the job with a new row that exists already (its number came from a stale count), or return None."""
         for row in (*new, *(SampleRow(**values) for values in self._samples)):
@@ -314,4 +321,8 @@ class UnitOfWork(Reader):
 def unit_of_work(store: Store) -> Iterator[UnitOfWork]:
     """Begin a unit of work; without a :meth:`UnitOfWork.commit` in the block, all its changes are dropped."""
     with store.sessions(autoflush=False) as session:
-        yield UnitOfWork(session, store)
+        work = UnitOfWork(session, store)
+        try:
+            yield work
+        finally:
+            work.let_go()
