@@ -58,6 +58,7 @@ lint: $(STAMP) ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=tests:. $(BIN)/mypy --config-file= --ignore-missing-imports --follow-imports=silent benchmarks/*.py
 
 .PHONY: docs
 docs: $(STAMP) ## build the documentation into build/docs; a warning is an error

@@ -43,10 +43,10 @@ from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Reject, Resize
-from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, Placement
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, Placement, ScalingCurve
 from elasticflow_airflow.service.decisions.pass_context import costs_from
 from elasticflow_airflow.service.settings import ServiceSettings
-from elasticflow_airflow.service.store.documents.scheduler_values import curve_from_json
+from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord, MeasuredCosts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -298,8 +298,8 @@ def alone(
             submitted_s=at,
             deadline_s=submission.deadline_at,
             total_steps=float(submission.length.steps or 0),
-            curve=curve_from_json({str(size): speed for size, speed in CURVE.items()}),
-            costs=costs_from(s, {}, {}, {str(size): speed for size, speed in CURVE.items()}),
+            curve=ScalingCurve(CURVE),
+            costs=costs_from(s, MeasuredCosts(), InPlaceRecord()),
             max_workers=8,
             on_reject=OnReject(submission.on_reject),
         )

@@ -19,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -153,7 +154,9 @@ def by_torch_save(training: Training, folder: Path) -> Begin:
 
 def by_dcp_thread(training: Training, folder: Path) -> Begin:
     def begin(_number: int) -> Callable[[], bool]:
-        return dcp.async_save(training.state(), checkpoint_id=str(folder / "checkpoint")).done
+        saving = dcp.async_save(training.state(), checkpoint_id=str(folder / "checkpoint"))
+        assert isinstance(saving, Future)
+        return saving.done
 
     return begin
 

@@ -72,7 +72,7 @@ def main() -> None:
         result = RunDag(lambda: home.ensure_database(None), cluster, refuse)(dag)
         assert result.succeeded, result
         jobs = result.jobs.values()
-        simulated = max(job.finished for job in jobs) - min(job.submitted for job in jobs)
+        simulated = max(job.finished for job in jobs if job.finished is not None) - min(job.submitted for job in jobs)
         clusters[0].close()
         return time.perf_counter() - began, time.process_time() - cpu, simulated.total_seconds()
 

@@ -44,11 +44,14 @@ def load_curves() -> tuple[str, list[dict[int, float]]]:
 def naive_admission(states: tuple[JobState, ...], newcomer: Job, now: float, slots: int, step_s: float = 1.0) -> bool:
     """Algorithm 1 as in the textbook: every job anew, every level, second by second."""
     todo = [(s.job.deadline_s, s.remaining_steps, s.job) for s in states if s.job.deadline_s is not None]
+    assert newcomer.deadline_s is not None
     todo.append((newcomer.deadline_s, newcomer.total_steps, newcomer))
     todo.sort(key=lambda item: item[0])
     horizon = int((todo[-1][0] - now) / step_s) + 1
     free = [slots] * horizon
     for deadline, remaining, job in todo:
+        assert job.curve is not None
+        assert remaining is not None
         speeds = job.curve.usable(1, slots)
         until = int((deadline - now) / step_s)
         for level in speeds:

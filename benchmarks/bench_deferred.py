@@ -101,11 +101,11 @@ def noted() -> Iterator[Asked]:
         asked.answered.add(job_id)
         return status
 
-    AsyncElasticFlowClient.renew = renew  # type: ignore[method-assign]  # the benchmark's own process
+    setattr(AsyncElasticFlowClient, "renew", renew)  # noqa: B010 - the benchmark's own process
     try:
         yield asked
     finally:
-        AsyncElasticFlowClient.renew = ask  # type: ignore[method-assign]
+        setattr(AsyncElasticFlowClient, "renew", ask)  # noqa: B010
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,8 @@ def main() -> None:
         (code / "train.py").write_text("print()\n")
         for kind in options.database:
             with service_database(kind) as url:
-                settings = {"virtual_nodes": "64x8"} | ({} if url is None else {"database_url": url})
+                settings: dict[str, object] = {"virtual_nodes": "64x8"}
+                settings |= {} if url is None else {"database_url": url}
                 service, count = Served(Path(folder) / kind, settings), options.jobs or options.tasks
                 columns[NAMES[kind]] = measure(service, options.tasks, count, options.seconds, code)
     show("deferred", side_by_side(f"{options.tasks} deferred tasks", columns), options)

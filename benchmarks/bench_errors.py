@@ -123,7 +123,7 @@ def wrong_speeds(cases: Sequence[Case], seeds: int, *, full: bool) -> list[Run]:
 def bad_days(seeds: int, *, full: bool) -> list[Run]:
     """Nodes and slots that fail."""
     slow = {"straggler_every_h": 200.0, "straggler_h": 4.0}
-    kinds: Mapping[str, Mapping[str, float]] = {
+    kinds: Mapping[str, Mapping[str, Any]] = {
         "a node fails every 200 h": {"mtbf_h": 200.0},
         "a node fails every 50 h": {"mtbf_h": 50.0},
         "maintenance every 50 h, known 2 h before": {"drain_every_h": 50.0},

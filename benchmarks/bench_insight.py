@@ -108,7 +108,9 @@ def measure(base: Path, options: argparse.Namespace) -> None:
     live = parts.job_service.list_jobs("running", None, True, 1000)
     assert len(live) == options.jobs, f"only {len(live)} of {options.jobs} jobs run"
 
-    take, with_s, without_s = samples.take, [], []
+    take = samples.take
+    with_s: list[float] = []
+    without_s: list[float] = []
     for number in range(2 * options.passes):
         off = number % 2
         samples.take = (lambda *_, **__: None) if off else take  # type: ignore[assignment]  # to compare

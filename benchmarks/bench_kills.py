@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -56,7 +57,7 @@ def first_and_last_s(logs: list[Path], count: int) -> tuple[float, float] | None
 def in_place(count: int, every_s: float | None) -> tuple[float, int]:
     """Seconds from the first step to the last, and the number of kills."""
     with script_of(count) as (folder, script):
-        config = {"steps": count, "epochs": None, "global_batch_size": 8, "logical_workers": 4}
+        config: dict[str, Any] = {"steps": count, "epochs": None, "global_batch_size": 8, "logical_workers": 4}
         with Gang(folder, script, {"BENCH_MODEL": "small"}, checkpoint_interval_s=INTERVAL_S, **config) as gang:
             gang.plan("w0", "w1")
             gang.wait_until_begun()

@@ -265,7 +265,7 @@ def main() -> None:
         args.exact = True  # with reports of 15,802 jobs it takes hours
         bench("full", [(CLUSTER04, ("elasticflow",))], args, why=False, counted=("elasticflow",))
     elif not args.policies and not args.exact:
-        plan = [(case, ("elasticflow", "elasticflow:wait")) for case in OWN_SIZE]
+        plan: Plan = [(case, ("elasticflow", "elasticflow:wait")) for case in OWN_SIZE]
         bench("served", [*plan, (CLUSTER01, ("elasticflow",))], args, why=False, brief=True)
         args.exact = True
     if not args.full:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -64,6 +65,11 @@ def steps(text: str) -> list[tuple[int, int, float]]:
     return [(int(step), int(size), float(at)) for _, step, size, at in found]
 
 
+def reached(gang: Gang, step: int) -> bool:
+    """Whether the gang has done this step."""
+    return gang.step() >= step
+
+
 def pause(times: list[tuple[int, int, float]], at: int) -> float:
     """Seconds that training stood still around the step ``at``, after which the workers changed."""
     known = {step: when for step, _, when in times}
@@ -84,7 +90,7 @@ def in_place(folder: Path, model: str, changes: list[tuple[int, int]]) -> dict[s
         born = len(members)
         for before, after in changes:
             goal = gang.step() + 14
-            gang.wait(lambda goal=goal: gang.step() >= goal, "steps before the change", 600)
+            gang.wait(partial(reached, gang, goal), "steps before the change", 600)
             stay = members[: min(before, after)]
             members = stay + [f"w{born + i}" for i in range(after - len(stay))]
             born += after - len(stay)
@@ -92,7 +98,7 @@ def in_place(folder: Path, model: str, changes: list[tuple[int, int]]) -> dict[s
             gang.wait(gang.has_begun, "the change", 600)
             reports = gang.reports(ReportKind.STARTED, gang.generation)
             at = reports[0].step
-            gang.wait(lambda at=at: gang.step() >= at + 8, "steps after it", 600)
+            gang.wait(partial(reached, gang, at + 8), "steps after it", 600)
             pauses, before_s = [], []
             for worker in stay:
                 times = steps((gang.folder / "logs" / f"{worker}.log").read_text())

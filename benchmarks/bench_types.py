@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 from bench_policies import DATA
 from results import parser_of, show, table
@@ -24,7 +25,7 @@ from elasticflow_airflow.scheduler_core import SchedulerConfig
 from elasticflow_airflow.scheduler_core.model.decisions import Decision
 from elasticflow_airflow.scheduler_core.model.events import Event, JobProgressed, JobSubmitted
 from elasticflow_airflow.scheduler_core.model.values import Node
-from elasticflow_airflow.scheduler_core.simulator.baselines.antman import AntMan, Leftover
+from elasticflow_airflow.scheduler_core.simulator.baselines.antman import AntMan
 from elasticflow_airflow.scheduler_core.simulator.baselines.common.by_type import ByType
 from elasticflow_airflow.scheduler_core.simulator.bound.clairvoyant import clairvoyant_bound
 from elasticflow_airflow.scheduler_core.simulator.inputs.colocation import read_colocation
@@ -61,7 +62,7 @@ NOISE = (None, 0.5, 1.0, 2.0, 4.0, 16.0)
 PAUSE_S = 30.0
 
 
-def simulate(name: str, policy: Policy, nodes: tuple[Node, ...], jobs: list[SimulatedJob], **more: Leftover) -> Result:
+def simulate(name: str, policy: Policy, nodes: tuple[Node, ...], jobs: list[SimulatedJob], **more: Any) -> Result:
     return Simulation(name=name, policy=policy, nodes=nodes, jobs=jobs, **more).run()
 
 
