@@ -192,8 +192,11 @@ class Scheduler:
             return self._submitted(few[0], now)
         return self._decider.decide_together(chain(few, coming), lambda job: self._submitted(job, now), now)
 
-    def reported(self, reports: Sequence[ev.JobProgressed | ev.GangStarted], now: float) -> list[Decision]:
-        """Process simultaneous reports of several jobs, and plan once for all of them: see :meth:`handle`."""
+    def reported(self, reports: Sequence[ev.Reported], now: float) -> list[Decision]:
+        """Process simultaneous reports of several jobs, and plan once for all of them: see :meth:`handle`.
+
+        What was measured is only of jobs that are not being profiled: those are decided on one by one.
+        """
         self._state.calendar.expire(now)
         measured: list[LiveJob] = []
         news = [why for event in reports if (why := self._news(event, now, measured))]
@@ -215,7 +218,7 @@ class Scheduler:
             return self._state.wake(now)
         return self._decider.replan(now, among([Reason("{job:job} has left", job=job) for job in left]), retry=True)
 
-    def _news(self, event: ev.JobProgressed | ev.GangStarted, now: float, measured: list[LiveJob]) -> Reason | None:
+    def _news(self, event: ev.Reported, now: float, measured: list[LiveJob]) -> Reason | None:
         """Process a report; return why to plan again, None if there is no need. See :meth:`_hear` for ``measured``."""
         job = self._state.jobs.get(event.job_id)
         if job is None:
@@ -226,6 +229,9 @@ class Scheduler:
                 if self._gang_started(job, event.placement, now)
                 else None
             )
+        if isinstance(event, ev.JobMeasured):
+            job.settle(self._state.layout, self.config, now)
+            return self._take_measured(job, event)
         return Reason("{job:job} reported progress", job=job.job_id) if self._hear(job, event, now, measured) else None
 
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
@@ -338,26 +344,28 @@ class Scheduler:
             job.hear_speed(size, steps_per_s, self.config, now, measured_s)
 
     def _measured(self, job: LiveJob, event: ev.JobMeasured, now: float) -> list[Decision]:
-        state = self._state
-        job.settle(state.layout, self.config, now)
+        job.settle(self._state.layout, self.config, now)
+        if job.phase is not Phase.PROFILING:
+            return self._decider.replan(now, self._take_measured(job, event), retry=False)
         if event.costs is not None:
             job.job = replace(job.job, costs=event.costs)
-        usable = not event.failed and event.steps_per_s is not None and event.steps_per_s > 0.0
-        if job.phase is not Phase.PROFILING:
-            if usable and event.steps_per_s is not None:
-                job.learn(event.workers, event.steps_per_s, self.config)
-            job.changed()
-            state.late.add(job.job_id)
-            return self._decider.replan(
-                now, Reason("{job:job} was measured with {workers}", job=job.job_id, workers=event.workers), retry=False
-            )
-        if usable and event.steps_per_s is not None:
-            job.measured[event.workers] = event.steps_per_s
+        if event.speed is not None:
+            job.measured[event.workers] = event.speed
             job.take_measured(self.config)
         else:
             job.failed_sizes.add(event.workers)
         job.changed()
         return self._decider.after_measuring(job, now)
+
+    def _take_measured(self, job: LiveJob, event: ev.JobMeasured) -> Reason:
+        """Take in what was measured of a job that is not being profiled; return why to plan again."""
+        if event.costs is not None:
+            job.job = replace(job.job, costs=event.costs)
+        if event.speed is not None:
+            job.learn(event.workers, event.speed, self.config)
+        job.changed()
+        self._state.late.add(job.job_id)
+        return Reason("{job:job} was measured with {workers}", job=job.job_id, workers=event.workers)
 
     def _amended(self, job: LiveJob, event: ev.JobAmended, now: float) -> list[Decision]:
         if event.max_workers is not None:

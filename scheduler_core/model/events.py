@@ -28,6 +28,11 @@ class JobMeasured:
     costs: RescaleCosts | None = None
     failed: bool = False
 
+    @property
+    def speed(self) -> float | None:
+        """The measured steps/s; None if there is no usable measurement."""
+        return self.steps_per_s if self.steps_per_s and self.steps_per_s > 0.0 and not self.failed else None
+
 
 @dataclass(frozen=True, slots=True)
 class JobProgressed:
@@ -179,6 +184,7 @@ class WakeUp:
 
 
 JobEnd = JobFinished | JobFailed | JobCancelled
+Reported = JobProgressed | JobMeasured | GangStarted
 
 Event = (
     JobSubmitted

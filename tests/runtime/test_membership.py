@@ -533,3 +533,12 @@ def test_no_worker_breaks_up_before_the_service_would_give_it_up():
     from elasticflow_airflow.service.settings import ServiceSettings
 
     assert ServiceSettings.model_fields["tail_limit_s"].default < COLLECTIVE_TIMEOUT_S
+
+
+def test_who_is_named_lost_leaves_though_it_hears_from_nobody(crew):
+    """Its node was cut off, and the others are on with their work when it sees the plan."""
+    crew.plan("first", "second")
+    crew.plan("first", lost=["second"])
+    crew.knows("second")
+    with pytest.raises(Dismissed):
+        crew.recover("second", 3, None).result(LIMIT_S)

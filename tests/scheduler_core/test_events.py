@@ -10,7 +10,7 @@ from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.decider import Decider
 from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
-from elasticflow_airflow.scheduler_core.model.values import Node, OnReject, Phase, Placement, Slot
+from elasticflow_airflow.scheduler_core.model.values import Node, OnReject, Phase, Placement, RescaleCosts, Slot
 
 
 def of(decisions: list, kind: type) -> list:
@@ -272,6 +272,22 @@ def test_those_that_end_together_leave_room_that_is_planned_once(make_job, nodes
     assert sizes(decisions) == {"c": 4}
     assert "a has left, and 1 more" in str(only(decisions, de.Resize).reason)
     assert of(scheduler.ended([ev.JobFinished("a")], 6.0), de.Resize) == []
+
+
+def test_who_starts_and_whose_start_cost_more_than_planned_is_planned_once(make_job, nodes) -> None:
+    scheduler = Scheduler(nodes=nodes(2))
+    curve, costs = {1: 1.0}, RescaleCosts(startup_s=20.0)
+    starts = [
+        only(scheduler.handle(ev.JobSubmitted(make_job(name, deadline=900, curve=curve, startup=10)), 0.0), de.Resize)
+        for name in ("a", "b")
+    ]
+    reports: list[ev.Reported] = [ev.GangStarted(one.job_id, one.placement) for one in starts]
+    reports += [ev.JobMeasured(one.job_id, 1, None, costs) for one in starts]
+    decisions = scheduler.reported(reports, 20.0)
+    assert len(of(decisions, de.WakeMeAt)) == 1
+    for state in scheduler.states():
+        assert state.job.costs == costs
+        assert scheduler.projected_finish_s(state.job.job_id) == pytest.approx(120.0)  # none of 100 steps done at 20 s
 
 
 def test_survivors_go_on_and_the_plan_makes_the_gang_whole_again(make_job, nodes) -> None:

@@ -108,7 +108,11 @@ class GroupMember:
                         self.group.give_up("everybody stops")
             elif plan.generation > known:
                 self._end_handover(f"generation {plan.generation} has taken its place")
-                if self.joined or in_it:
+                if self._worker_id in plan.lost:
+                    # The others go on without it, and it may not be able to reach them: it must not wait for them.
+                    self.told_to_stop = True
+                    self.group.give_up("the others go on without this worker")
+                elif self.joined or in_it:
                     joins = not self.joined
                     self._handover = Handover(self._folder, plan, self._worker_id, self._device, joins=joins)
                     if joins and self._announced is not None:

@@ -65,7 +65,7 @@ def feed(context: PassContext, event: Event | CalendarEvent) -> None:
     _write_down(context, event, lambda: context.scheduler.handle(event, context.now))
 
 
-def feed_reports(context: PassContext, reports: Sequence[ev.JobProgressed | ev.GangStarted]) -> None:
+def feed_reports(context: PassContext, reports: Sequence[ev.Reported]) -> None:
     """Pass the reports of several jobs to the scheduler, so that it plans once for all. Raises as :func:`feed`."""
     _feed_together(context, reports, lambda: context.scheduler.reported(reports, context.now))
 

@@ -19,7 +19,7 @@ from elasticflow_airflow.engines.job_files import JobFiles
 from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event, GangStarted, JobProgressed
+from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event, GangStarted, JobMeasured, JobProgressed
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import RescaleCosts, Slot
 from elasticflow_airflow.service.decisions.faults import Faults, SchedulerFaultError
@@ -92,6 +92,8 @@ class PassContext:
     """Events that the scheduler got in this pass."""
     started: dict[str, tuple[int, GangStarted]] = field(default_factory=dict)
     """By job id: gangs that have started (generation and event), until the scheduler is told."""
+    costs: dict[str, JobMeasured] = field(default_factory=dict)
+    """By job id: costs that were measured anew, until the scheduler is told."""
     progressed: dict[str, JobProgressed] = field(default_factory=dict)
     """By job id: reported progress, until the scheduler is told."""
     absence: Absence | None = None

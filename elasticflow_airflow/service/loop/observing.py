@@ -100,14 +100,16 @@ def fold(context: PassContext, observations: Sequence[GangObservation], inbox: I
             _fold_state(context, row, generation, gang, hidden)
             samples.write(context)
     # After all reports are folded in, so that the scheduler plans once and not after each of them.
-    reports: list[ev.GangStarted | ev.JobProgressed] = [
+    reports: list[ev.Reported] = [
         started
         for generation, started in context.started.values()
         if (row := context.live(started.job_id)) is not None and row.desired_generation == generation
     ]
+    reports += context.costs.values()  # After the starts: their jobs would be taken to have trained since the plan.
     reports += context.progressed.values()
     feed_reports(context, [one for one in reports if (row := context.live(one.job_id)) is not None and not row.ending])
     context.started.clear()
+    context.costs.clear()
     context.progressed.clear()
 
 
@@ -218,13 +220,11 @@ def _switched(context: PassContext, row: IncarnationRow, generation: GenerationR
 
 
 def _tell_costs(context: PassContext, row: IncarnationRow) -> None:
-    """Tell the scheduler the current costs of a change; a job being profiled sends them with its next speed."""
+    """Have the scheduler told the current costs of a change; a job being profiled sends them with its next speed."""
     state = context.scheduler.state(row.job_id)
     costs = context.costs_of(row)
     if state is not None and state.phase is Phase.ADMITTED and state.job.costs != costs and not row.ending:
-        if row.job_id in context.started:  # Otherwise it would count steps from the planned start.
-            feed(context, context.started.pop(row.job_id)[1])
-        feed(context, ev.JobMeasured(row.job_id, max(1, state.placement.workers), None, costs))
+        context.costs[row.job_id] = ev.JobMeasured(row.job_id, max(1, state.placement.workers), None, costs)
 
 
 def _tell_started(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
