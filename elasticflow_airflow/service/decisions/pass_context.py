@@ -19,7 +19,13 @@ from elasticflow_airflow.engines.job_files import JobFiles
 from elasticflow_airflow.engines.port import STANDING, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core import Scheduler
-from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event, GangStarted, JobMeasured, JobProgressed
+from elasticflow_airflow.scheduler_core.model.events import (
+    CalendarEvent,
+    Event,
+    GangStarted,
+    JobMeasured,
+    JobProgressed,
+)
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import RescaleCosts, Slot
 from elasticflow_airflow.service.decisions.faults import Faults, SchedulerFaultError
