@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from support.opened_files import OpenedFiles
 from support.postgres import Postgres, postgres
 
@@ -46,8 +47,8 @@ from elasticflow_airflow.service.requests.job_service import JobService, Submitt
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store import store
-from elasticflow_airflow.service.store.store import Store
-from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
+from elasticflow_airflow.service.store.store import OF_CURRENT_INCARNATION, Store
+from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.store.views import amend_answer_of
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -70,6 +71,11 @@ def make_submission(snapshot: str, **given: Any) -> JobSubmission:
     return JobSubmission(**{**values, **given})
 
 
+IS_OVER = (
+    sa.select(IncarnationRow.terminal)
+    .join(JobRow, OF_CURRENT_INCARNATION)
+    .where(JobRow.job_id == sa.bindparam("job_id"))
+)
 _CODE = tempfile.TemporaryDirectory(prefix="ef-code-")
 
 
@@ -247,8 +253,12 @@ class World:
 
     def ended(self, job: Attachment, limit_s: float = 400.0, **pace: float) -> JobStatus:
         """Run until the job is over."""
-        self.until(lambda: self.status(job).state.terminal, f"{job.job.job_id} ends", limit_s, **pace)
+        self.until(lambda: self.is_over(job), f"{job.job.job_id} ends", limit_s, **pace)
         return self.status(job)
+
+    def is_over(self, job: Attachment) -> bool:
+        with self.store.read() as reader:
+            return bool(reader.session.scalar(IS_OVER, {"job_id": job.job.job_id}))
 
     def reach(self, job: Attachment, state: str, limit_s: float = 400.0) -> JobStatus:
         self.until(lambda: self.status(job).state == state, f"{job.job.job_id} is {state}", limit_s)

@@ -114,6 +114,44 @@ _OUTLINE = (
     IncarnationRow.finished_at,
     IncarnationRow.result,
 )
+# The statements of each pass of the loop and of each poll of an owner: to build one costs as much as to run it.
+_IDS = sa.bindparam("ids", expanding=True)
+_CURRENT = (
+    sa.select(JobRow, IncarnationRow).join(IncarnationRow, OF_CURRENT_INCARNATION).where(JobRow.job_id.in_(_IDS))
+)
+_GENERATIONS_OF_CURRENT = (
+    sa.select(GenerationRow)
+    .options(load_only(*_SHOWN, raiseload=True))
+    .join(JobRow, sa.and_(GenerationRow.job_id == JobRow.job_id, GenerationRow.incarnation == JobRow.incarnation))
+    .where(JobRow.job_id.in_(_IDS))
+    .order_by(GenerationRow.job_id, GenerationRow.generation)
+)
+_UNDRAINED = (
+    sa.select(JobRow, IncarnationRow)
+    .join(IncarnationRow, IncarnationRow.job_id == JobRow.job_id)
+    .where(IncarnationRow.drained.is_(False))
+    .order_by(IncarnationRow.submitted_at, IncarnationRow.job_id, IncarnationRow.incarnation)
+)
+_NOT_INTRODUCED = sa.select(IncarnationRow.job_id, IncarnationRow.incarnation).where(
+    IncarnationRow.terminal.is_(False), IncarnationRow.introduced.is_(False)
+)
+_OPEN_GENERATIONS = (
+    sa.select(GenerationRow)
+    .where(GenerationRow.handled.is_(False))
+    .order_by(GenerationRow.job_id, GenerationRow.generation)
+)
+_OPEN_CANDIDATES = (
+    sa.select(CandidateRow)
+    .join(
+        IncarnationRow,
+        sa.and_(IncarnationRow.job_id == CandidateRow.job_id, IncarnationRow.incarnation == CandidateRow.incarnation),
+    )
+    .where(IncarnationRow.drained.is_(False), CandidateRow.status.in_(CANDIDATE_IS_THERE))
+    .order_by(CandidateRow.generation, CandidateRow.step)
+)
+_OPEN_AMENDMENTS = sa.select(AmendmentRow).where(AmendmentRow.answer.is_(None)).order_by(AmendmentRow.amendment_id)
+_DRAINS = sa.select(DrainRow)
+_AVOIDED = sa.select(AvoidedSlotRow).order_by(AvoidedSlotRow.node_id, AvoidedSlotRow.slot_index)
 _WRITES, _NO_TRANSACTION = "elasticflow_write", "elasticflow_no_transaction"
 _WRITE_LOCK_KEY = 0x456C4673  # any constant; all writers must use the same one
 
@@ -176,12 +214,8 @@ class Reader:
         found: dict[str, Current] = {}
         ids = sorted(job_ids)
         for some in in_parts(ids):
-            query = (
-                sa.select(JobRow, IncarnationRow)
-                .join(IncarnationRow, OF_CURRENT_INCARNATION)
-                .where(JobRow.job_id.in_(some))
-            )
-            found |= {job.job_id: Current(job, row, []) for job, row in self.session.execute(query)}
+            rows = self.session.execute(_CURRENT, {"ids": some})
+            found |= {job.job_id: Current(job, row, []) for job, row in rows}
         self._add_generations(found)
         return found
 
@@ -196,16 +230,8 @@ class Reader:
 
     def _add_generations(self, found: Mapping[str, Current]) -> None:
         ids = sorted(found)
-        its = sa.and_(GenerationRow.job_id == JobRow.job_id, GenerationRow.incarnation == JobRow.incarnation)
         for some in in_parts(ids):
-            rows = (
-                sa.select(GenerationRow)
-                .options(load_only(*_SHOWN, raiseload=True))
-                .join(JobRow, its)
-                .where(JobRow.job_id.in_(some))
-                .order_by(GenerationRow.job_id, GenerationRow.generation)
-            )
-            for row in self.session.scalars(rows):
+            for row in self.session.scalars(_GENERATIONS_OF_CURRENT, {"ids": some}):
                 found[row.job_id].generations.append(row)
 
     def decided(self, wanted: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
@@ -272,20 +298,11 @@ class Reader:
 
     def undrained(self) -> list[tuple[JobRow, IncarnationRow]]:
         """Return every incarnation that the loop still has to handle, in order of submission."""
-        query = (
-            sa.select(JobRow, IncarnationRow)
-            .join(IncarnationRow, IncarnationRow.job_id == JobRow.job_id)
-            .where(IncarnationRow.drained.is_(False))
-            .order_by(IncarnationRow.submitted_at, IncarnationRow.job_id, IncarnationRow.incarnation)
-        )
-        return [(job, row) for job, row in self.session.execute(query)]
+        return [(job, row) for job, row in self.session.execute(_UNDRAINED)]
 
     def not_introduced(self) -> set[tuple[str, int]]:
         """Return the incarnations that are not terminal and have not been submitted to the scheduler yet."""
-        query = sa.select(IncarnationRow.job_id, IncarnationRow.incarnation).where(
-            IncarnationRow.terminal.is_(False), IncarnationRow.introduced.is_(False)
-        )
-        return {(job_id, incarnation) for job_id, incarnation in self.session.execute(query)}
+        return {(job_id, incarnation) for job_id, incarnation in self.session.execute(_NOT_INTRODUCED)}
 
     def over_since(self, submitted_after: float) -> list[IncarnationRow]:
         """Return terminal incarnations with a deadline that were submitted after this time, in order of submission."""
@@ -303,12 +320,7 @@ class Reader:
 
     def open_generations(self) -> list[GenerationRow]:
         """Return the generations whose end is not handled yet, oldest first."""
-        query = (
-            sa.select(GenerationRow)
-            .where(GenerationRow.handled.is_(False))
-            .order_by(GenerationRow.job_id, GenerationRow.generation)
-        )
-        return list(self.session.scalars(query))
+        return list(self.session.scalars(_OPEN_GENERATIONS))
 
     def slots_held(self) -> list[tuple[str, list[Any]]]:
         """Return (job id, slots) of every gang that may have processes."""
@@ -537,23 +549,11 @@ class Reader:
 
     def open_candidates(self) -> list[CandidateRow]:
         """Return the existing candidates (not verified yet, or valid) of all undrained incarnations, oldest first."""
-        query = (
-            sa.select(CandidateRow)
-            .join(
-                IncarnationRow,
-                sa.and_(
-                    IncarnationRow.job_id == CandidateRow.job_id, IncarnationRow.incarnation == CandidateRow.incarnation
-                ),
-            )
-            .where(IncarnationRow.drained.is_(False), CandidateRow.status.in_(CANDIDATE_IS_THERE))
-            .order_by(CandidateRow.generation, CandidateRow.step)
-        )
-        return list(self.session.scalars(query))
+        return list(self.session.scalars(_OPEN_CANDIDATES))
 
     def open_amendments(self) -> list[AmendmentRow]:
         """Amendments without an answer, oldest first."""
-        query = sa.select(AmendmentRow).where(AmendmentRow.answer.is_(None)).order_by(AmendmentRow.amendment_id)
-        return list(self.session.scalars(query))
+        return list(self.session.scalars(_OPEN_AMENDMENTS))
 
     def answered(self, amendment_ids: Collection[int]) -> dict[int, AmendmentAnswer]:
         """Return the answers of the loop to these amendments, by id; those without an answer are left out."""
@@ -574,12 +574,11 @@ class Reader:
 
     def drains(self) -> dict[str, float]:
         """Return the draining nodes, and when each goes away (UTC seconds)."""
-        return {row.node_id: row.until_at for row in self.session.scalars(sa.select(DrainRow))}
+        return {row.node_id: row.until_at for row in self.session.scalars(_DRAINS)}
 
     def avoided(self) -> list[AvoidedSlotRow]:
         """Return the slots that are avoided for a while."""
-        query = sa.select(AvoidedSlotRow).order_by(AvoidedSlotRow.node_id, AvoidedSlotRow.slot_index)
-        return list(self.session.scalars(query))
+        return list(self.session.scalars(_AVOIDED))
 
     def history(self, recurring_key: str, signature: str) -> HistoryRow | None:
         """Return the history of a task's past runs for one signature."""
