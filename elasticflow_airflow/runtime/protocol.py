@@ -43,6 +43,9 @@ GENERATION_ENV = "ELASTICFLOW_GENERATION"
 WORLD_ENV = "ELASTICFLOW_WORLD"
 """Environment variable: "rank,size" of this worker in the plan it was started for; its torchrun knows only itself."""
 
+ADDRESS_ENV = "ELASTICFLOW_ADDRESS"
+"""Environment variable: the address at which the other workers of a job can connect to this one."""
+
 SUBMITTED_ENV = "ELASTICFLOW_SUBMITTED"
 """Environment variable: submitted settings, as JSON, of a training that is repeated alone; see SUBMITTED_FIELDS."""
 

@@ -21,6 +21,8 @@ from elasticflow_airflow.engines.port import Engine, GangObservation, GangSpec, 
 from elasticflow_airflow.runtime.protocol import Report, SessionConfig
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
+ELSEWHERE = "127.0.0.2"
+"""The address of the second of the two nodes; that of the first is 127.0.0.1."""
 TRAIN = """
 import os, sys, time
 from pathlib import Path
@@ -221,7 +223,8 @@ class LocalBench(Bench):
         time.sleep(0.05)
 
     def make(self, state: str = "state", **options: Any) -> LocalEngine:
-        nodes = detect_nodes(virtual_nodes="2x2", environ={"CUDA_VISIBLE_DEVICES": ""})
+        first, second = detect_nodes(virtual_nodes="2x2", environ={"CUDA_VISIBLE_DEVICES": ""})
+        nodes = (first, replace(second, address=ELSEWHERE))
         return LocalEngine(self.base / state, nodes, self.base / "locks", **options)
 
     def restart(self) -> None:

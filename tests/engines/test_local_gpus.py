@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elasticflow_airflow.engines.local.environment import worker_environment
+from elasticflow_airflow.engines.local.hands import Hands
 from elasticflow_airflow.engines.local.machine import gpus, layout
 from elasticflow_airflow.engines.local.machine.gpus import Card, Gpu, choose_visible, visible_gpus
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
-from elasticflow_airflow.engines.local.starting import Starter
-from elasticflow_airflow.engines.port import GangSpec
-from elasticflow_airflow.runtime.protocol import SessionConfig
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 A, B, C = Gpu("GPU-aa11", "H"), Gpu("GPU-aa22", "H"), Gpu("GPU-cc33", "H")
@@ -174,21 +173,9 @@ def gpu_nodes(monkeypatch: pytest.MonkeyPatch, *found: Gpu) -> tuple[NodeLayout,
 
 
 def worker_envs(tmp_path: Path, nodes: tuple[NodeLayout, ...], env: dict[str, str]) -> list[dict[str, str]]:
-    """What the supervisor is told to give to each of the workers of a gang over all slots."""
-    folder = tmp_path / "i000001"
-    session = SessionConfig(job_id="job", incarnation=1, incarnation_dir=str(folder), code_dir=str(tmp_path))
-    spec = GangSpec(
-        job_id="job",
-        incarnation=1,
-        generation=1,
-        cleared_generation=0,
-        placement=tuple(Slot("local", index) for index in range(len(nodes[0].slots))),
-        session=session,
-        python="python",
-        env=env,
-    )
-    starter = Starter(tmp_path, nodes, tmp_path / "locks", {"CUBLAS_LOGINFO_DBG": "1"}, (1024, 2))
-    return [starter._slot_env(slot, spec) for slot in spec.placement]
+    """What each of the workers of a gang over all slots is given."""
+    hands = Hands(tmp_path, nodes, tmp_path / "locks", {"CUBLAS_LOGINFO_DBG": "1"})
+    return [hands.slot_env(Slot("local", index), env) for index in range(len(nodes[0].slots))]
 
 
 def test_a_worker_sees_the_gpu_of_its_slot_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +186,16 @@ def test_a_worker_sees_the_gpu_of_its_slot_and_no_other(tmp_path: Path, monkeypa
     (own,) = worker_envs(tmp_path, gpu_nodes(monkeypatch, A), {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
     assert own["CUDA_VISIBLE_DEVICES"] == "GPU-aa11"
     assert "CUBLAS_WORKSPACE_CONFIG" not in own  # the job's own comes beside it
+
+
+def test_workers_meet_at_the_address_of_their_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node,) = gpu_nodes(monkeypatch, A)
+    node = replace(node, address="10.0.0.7", interface="eth1")
+    (env,) = worker_envs(tmp_path, (node,), {})
+    assert env["ELASTICFLOW_ADDRESS"] == "10.0.0.7"
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("eth1", "eth1")
+    (env,) = worker_envs(tmp_path, (node,), {"GLOO_SOCKET_IFNAME": "ib0"})
+    assert "GLOO_SOCKET_IFNAME" not in env  # the job's own comes beside it
 
 
 def test_a_worker_without_a_gpu_sees_none(tmp_path: Path) -> None:

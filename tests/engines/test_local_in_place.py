@@ -13,7 +13,7 @@ from support.gang import install
 from elasticflow_airflow.engines.local import engine
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
 from elasticflow_airflow.engines.port import EngineError, GangOutcome, GangSpec, GangState
-from elasticflow_airflow.runtime.protocol import Membership, ReportKind, RescaleMode
+from elasticflow_airflow.runtime.protocol import Membership, ReportKind, RescaleMode, meeting_path, read_json
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def test_grow_move_shrink_and_finish(local_bench, job):
     switched(bench, job(2, A, C, **LONG))
     assert bench.look()[1].outcome is GangOutcome.STOPPED
     switched(bench, job(3, C, **LONG))
+    met = {g: read_json(meeting_path(bench.spec().incarnation_dir, g))["address"] for g in (1, 2, 3)}
+    assert met == {1: "127.0.0.1", 2: "127.0.0.1", 3: "127.0.0.2"}, "at the node of the first worker"
     Path(bench.spec().session.incarnation_dir, "hurry").touch()
     (worker,) = bench.look()[3].workers
     assert (worker.worker_id, worker.slot, worker.exit_code) == ("g000002-r001", C, None)

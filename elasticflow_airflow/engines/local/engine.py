@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +20,11 @@ from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.local.files.errors import as_engine_errors, disk_errors, is_of_the_machine
 from elasticflow_airflow.engines.local.files.generation_folder import StopOrder
 from elasticflow_airflow.engines.local.files.records import GangRecord, JobRecord
-from elasticflow_airflow.engines.local.holding import SlotHolders
+from elasticflow_airflow.engines.local.hands import Hands
 from elasticflow_airflow.engines.local.machine import slots, stacks
-from elasticflow_airflow.engines.local.machine.interpreter import InterpreterCheck
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
 from elasticflow_airflow.engines.local.machine.processes import ProcessId
-from elasticflow_airflow.engines.local.observing import Observer, observe_workers, read_statuses, trainers_of
+from elasticflow_airflow.engines.local.observing import Observer, trainers_of
 from elasticflow_airflow.engines.local.starting import Starter
 from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
 from elasticflow_airflow.engines.port import EngineError, EngineNode, GangObservation, GangSpec, LogChunk
@@ -60,25 +59,21 @@ class LocalEngine:
         self._state_dir = state_dir.resolve()
         self._records_dir = self._state_dir / "engine"
         self._files = JobFolders(state_dir / "jobs")
-        self._lock_dir = slot_lock_dir or slots.default_lock_dir()
         self._lock = threading.RLock()
         self._asking = threading.Lock()
-        self._interpreters = InterpreterCheck()
         self._jobs: dict[str, JobRecord] = {}
         with disk_errors(self._state_dir):
             self._records_dir.mkdir(parents=True, exist_ok=True)
-            slots.prepare_lock_dir(self._lock_dir)
-            self._starter = Starter(
+            self._hands = Hands(
                 self._state_dir,
                 detect_nodes() if nodes is None else nodes,
-                self._lock_dir,
+                slot_lock_dir or slots.default_lock_dir(),
                 os.environ if environ is None else environ,
-                (log_segment_bytes, log_segments),
                 None if warm_imports is None else WarmPool(warm_imports, self._state_dir / "pool"),
             )
-            self._starter.warm_pool()
-            self._holders = SlotHolders(self._starter.nodes, self._lock_dir, self._state_dir)
-            self._observer = Observer(self._starter.is_coming_up, self._save, self._holders)
+            self._hands.warm_pool()
+            self._starter = Starter(self._hands, self._state_dir, (log_segment_bytes, log_segments))
+            self._observer = Observer(self._hands, self._save)
             self._damaged: dict[str, str] = {}
             """By job id: why its record cannot be read, for jobs whose gangs may still run."""
             for path in sorted(self._records_dir.glob("*.json")):
@@ -99,12 +94,12 @@ class LocalEngine:
     def inventory(self) -> tuple[EngineNode, ...]:
         """Return this machine's nodes; slots held by supervisors that are not on record here are busy."""
         with self._lock:
-            return look_at_nodes(self._starter.nodes.values(), self._lock_dir, self._state_dir, self._has_gang)
+            return self._hands.inventory(self._has_gang)
 
     def latest(self, job_id: str) -> int:
         """Return the highest generation ever applied for a job; 0 when there is none."""
         with self._lock:
-            return self._jobs[job_id].latest if job_id in self._jobs else self._holders.latest(job_id)
+            return self._jobs[job_id].latest if job_id in self._jobs else self._hands.latest(job_id)
 
     def apply(self, spec: GangSpec) -> None:
         """Start, keep or replace the gang of a job (see the port)."""
@@ -123,7 +118,7 @@ class LocalEngine:
                 if spec.mode is RescaleMode.RESTART:
                     # No worker is ordered to leave for slots that others hold.
                     own = {slot for earlier in job.gangs.values() for slot in earlier.placement}
-                    self._starter.check_slots(slot for slot in spec.placement if slot not in own)
+                    self._hands.check_slots(slot for slot in spec.placement if slot not in own)
                 gang = self._accept(job, spec)
             if gang.dropped or gang.told or gang.never_came:
                 return
@@ -133,7 +128,7 @@ class LocalEngine:
                 self._starter.go(gang, spec)
                 self._starter.start_supervisors(gang, spec)
             elif self._fence_is_open(job, spec):
-                self._starter.check_slots(spec.placement)
+                self._hands.check_slots(spec.placement)
                 self._starter.warm_up(gang, spec)
                 gang.started = True
                 self._save(job)
@@ -148,7 +143,7 @@ class LocalEngine:
             job = self._jobs.get(job_id)
             if job is None:
                 if job_id in self._damaged:
-                    self._holders.ask_to_leave(job_id)
+                    self._hands.ask_to_leave(job_id)
                 return
             with as_engine_errors(self._state_dir):
                 if self._mark_told(job, before=job.latest + 1):
@@ -164,12 +159,12 @@ class LocalEngine:
                 if job is not None:
                     self._renew(job)
                 elif job_id in self._damaged:
-                    self._holders.renew(job_id)
+                    self._hands.renew(job_id)
 
     def observe(self) -> tuple[GangObservation, ...]:
         """Return every gang that is not forgotten, with its reports since the previous call."""
         with self._lock, disk_errors(self._state_dir):
-            self._starter.reap()
+            self._hands.reap()
             found: list[GangObservation] = []
             for _, job in sorted(self._jobs.items()):
                 # Newest first: once its members train in it, the earlier ones have ended.
@@ -177,7 +172,7 @@ class LocalEngine:
                 gangs = [self._look_at(job, gang) for gang in newest_first]
                 found += reversed(self._follow_up(job, gangs))
             for job_id, trouble in list(self._damaged.items()):
-                running = self._holders.observe(job_id, trouble)
+                running = self._observer.observe_unrecorded(job_id, trouble)
                 found += running
                 if not running:
                     self._put_away(self._records_dir / f"{job_id}.json")
@@ -228,7 +223,7 @@ class LocalEngine:
                     self._save(job)
 
     def _forget_damaged(self, job_id: str) -> None:
-        if job_id in self._damaged and not self._holders.of(job_id):
+        if job_id in self._damaged and not self._hands.held_by(job_id):
             with as_engine_errors(self._records_dir):
                 self._put_away(self._records_dir / f"{job_id}.json")
 
@@ -266,14 +261,14 @@ class LocalEngine:
             raise EngineError("the stacks of other workers are being asked for; ask again in a moment")
         try:
             with as_engine_errors(self._state_dir):
-                return stacks.ask(trainers)
+                return self._hands.stacks(trainers)
         finally:
             self._asking.release()
 
     def close(self) -> None:
         """Release the engine; supervisors and their workers continue."""
         with self._lock:
-            self._starter.let_go()
+            self._hands.let_go()
 
     # Accepting a generation.
 
@@ -286,7 +281,7 @@ class LocalEngine:
         if len(set(spec.placement)) != len(spec.placement):
             raise EngineError(f"job {spec.job_id}: a slot is placed twice in {list(spec.placement)}")
         for slot in spec.placement:
-            self._starter.layout(slot)
+            self._hands.layout(slot)
         code_dir = Path(session.code_dir)
         if session.script is not None and not (code_dir / session.script).is_file():
             raise EngineError(f"script {session.script!r} is not in the code snapshot {code_dir}")
@@ -296,7 +291,7 @@ class LocalEngine:
             problem = bounds.pattern_problem(session.progress_regex)
             if problem is not None:
                 raise EngineError(f"progress_regex {problem}")
-        self._interpreters.check(spec.python, self._starter.worker_env(spec))
+        self._hands.check_interpreter(spec.python, spec.env)
 
     def _accept(self, job: JobRecord, spec: GangSpec) -> GangRecord:
         gang = GangRecord(
@@ -337,7 +332,7 @@ class LocalEngine:
         living: dict[Slot, str] = {}
         lost: set[str] = set()
         for earlier in chain:
-            for worker in observe_workers(earlier, read_statuses(earlier)):
+            for worker in self._observer.workers(earlier):
                 if worker.exit_code is not None or worker.worker_id in spec.lost:
                     lost.add(worker.worker_id)
                 elif worker.worker_id in may_stay:
@@ -358,7 +353,7 @@ class LocalEngine:
                 if worker_id in gang.lost:
                     earlier.folder_of(rank).order_kill([worker_id])
         if not gang.started:
-            self._starter.check_slots(slot for rank, slot in enumerate(gang.placement) if gang.is_born(rank))
+            self._hands.check_slots(slot for rank, slot in enumerate(gang.placement) if gang.is_born(rank))
             self._starter.warm_up(gang, spec)
             gang.started = True
             self._save(job)
@@ -430,7 +425,7 @@ class LocalEngine:
                 self._plan_nobody(Path(gang.incarnation_dir), plan_generation, order.reason)
                 gang.order(order)
             except (OSError, ValueError, TypeError, KeyError):
-                self._holders.ask_to_leave(job.job_id)  # A script has damaged these files.
+                self._hands.ask_to_leave(job.job_id)  # A script has damaged these files.
                 raise
 
     @staticmethod
@@ -504,35 +499,3 @@ class LocalEngine:
                 self._jobs[job.job_id] = before
             raise
         self._jobs[job.job_id] = job
-
-
-def look_at_nodes(
-    nodes: Iterable[NodeLayout], lock_dir: Path, state_dir: Path, has_gang: Callable[[str], bool] = lambda _: True
-) -> tuple[EngineNode, ...]:
-    """Return the nodes to offer; slots held by supervisors of a service in another state directory are busy.
-
-    ``has_gang`` tells whether the service in this directory has a gang of a job on record. Slots held by other
-    supervisors of this directory are left over from a lost state, and are busy, too.
-    """
-    found = []
-    for node in nodes:
-        busy = {}
-        for index, slot in enumerate(node.slots):
-            holder = slots.holder_of(lock_dir, slot.lock_name)
-            if holder is not None and holder.get("state_dir") != str(state_dir):
-                busy[index] = slots.describe(holder)
-            elif holder is not None and not has_gang(str(holder.get("job_id"))):
-                busy[index] = (
-                    f"{slots.describe(holder)}, which has no record of it: it leaves by itself when its lease ends, or"
-                    f" now with kill {holder.get('pid')}"
-                )
-        found.append(
-            EngineNode(
-                node_id=node.node_id,
-                slots=len(node.slots),
-                device=node.device,
-                device_type=node.device_type,
-                busy=busy,
-            )
-        )
-    return tuple(found)

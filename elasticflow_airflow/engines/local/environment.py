@@ -43,10 +43,9 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 def worker_environment(environ: Mapping[str, str], job_env: Mapping[str, str], bridge: str) -> dict[str, str]:
     """Return the environment of all workers of a job, without secrets: inherited, then the job's, then ours."""
     job_path = job_env.get("PYTHONPATH")
-    local = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
     return {
         **inherited(environ),
-        **local,
+        "PYTHONUNBUFFERED": "1",
         **job_env,
         "PYTHONPATH": f"{bridge}:{job_path}" if job_path else bridge,
     }

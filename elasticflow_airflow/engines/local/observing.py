@@ -9,17 +9,18 @@ from __future__ import annotations
 import heapq
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder, SupervisorFolder
+from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder
 from elasticflow_airflow.engines.local.files.records import GangRecord, JobRecord
-from elasticflow_airflow.engines.local.holding import SlotHolders, lost_unseen, unseen_workers
+from elasticflow_airflow.engines.local.hands import Hands
 from elasticflow_airflow.engines.local.judge import GangVerdict, Heard, all_trainers_there, judge_ended, judge_living
-from elasticflow_airflow.engines.local.machine.processes import ProcessId, group_led_by
+from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import Report, read_some_reports, report_path, stacks_path
+from elasticflow_airflow.scheduler_core.model.values import Slot
 
 SETTLED_S = 30.0
 """A script that has started no session for this long counts as running without one."""
@@ -28,15 +29,10 @@ START_LIMIT_S = 30.0
 
 
 class Observer:
-    """Observes gangs. ``is_coming_up``: whether a supervisor was just started; ``save``: stores a changed record."""
+    """Observes gangs; ``save`` stores a changed record."""
 
-    def __init__(
-        self,
-        is_coming_up: Callable[[SupervisorFolder], bool],
-        save: Callable[[JobRecord], None],
-        holders: SlotHolders,
-    ) -> None:
-        self._is_coming_up, self._save, self._holders = is_coming_up, save, holders
+    def __init__(self, hands: Hands, save: Callable[[JobRecord], None]) -> None:
+        self._hands, self._save = hands, save
         self._last: dict[tuple[str, int], GangObservation] = {}
         """Last observations of gangs that have not ended, without the reports."""
         self._were_held: set[tuple[str, int]] = set()
@@ -94,7 +90,7 @@ class Observer:
             generation=gang.generation,
             state=verdict.state,
             outcome=verdict.outcome,
-            workers=observe_workers(gang, statuses) if gang.started else (),
+            workers=self.workers(gang, statuses) if gang.started else (),
             reports=reports,
             failure=verdict.failure,
             failed_rank=verdict.failed_rank,
@@ -125,15 +121,30 @@ class Observer:
             return lost_unseen(before, trouble)
         return replace(before, state=GangState.LEAVING if gang.told else before.state, trouble=trouble)
 
+    def observe_unrecorded(self, job_id: str, trouble: str) -> list[GangObservation]:
+        """Return the running gangs of a job whose record cannot be read."""
+        return [
+            GangObservation(
+                job_id=job_id,
+                incarnation=incarnation,
+                generation=generation,
+                state=GangState.RUNNING,
+                outcome=None,
+                workers=unseen_workers(held),
+                trouble=trouble,
+            )
+            for incarnation, generation, held in self._hands.running(job_id)
+        ]
+
     def _is_there(self, job: JobRecord, gang: GangRecord) -> bool:
         """Return whether a gang with unreadable files may have supervisors, judging by the slots held."""
         key = (job.job_id, gang.generation)
         if gang.dropped or gang.never_came:
             return False
-        if self._holders.of(job.job_id, gang.placement):
+        if self._hands.held_by(job.job_id, gang.placement):
             self._were_held.add(key)
             return True
-        coming = any(self._is_coming_up(folder) for folder in gang.folders.values())
+        coming = any(self._hands.is_coming_up(folder) for folder in gang.folders.values())
         return coming or (key not in self._were_held and not self.elapsed(job, gang, "unread", START_LIMIT_S))
 
     def successor(self, job: JobRecord, gang: GangRecord) -> GangRecord | None:
@@ -171,7 +182,7 @@ class Observer:
         if successor is not None:
             # Its members train in later generations; only workers that have not left yet remain.
             gone_on = {w for g in job.gangs.values() if g.generation >= successor.generation for w in g.worker_ids}
-            left = [w for w in observe_workers(gang, statuses) if w.worker_id not in gone_on and w.exit_code is None]
+            left = [w for w in self.workers(gang, statuses) if w.worker_id not in gone_on and w.exit_code is None]
             return None if left else GangVerdict(GangState.ENDED, GangOutcome.STOPPED)
         waiting: list[str] = []
         lost: list[str] = []
@@ -179,24 +190,24 @@ class Observer:
             if status is None:
                 waiting.append(node_id)
             elif not status.ended:
-                alive = status.supervisor is not None and status.supervisor.is_alive()
+                alive = self._hands.is_alive(status.supervisor)
                 (waiting if alive else lost).append(node_id)
         # Reread the status of lost supervisors: one may have written its final status after the first read.
         lost = [n for n in lost if (again := gang.folders[n].read_status()) is None or not again.ended]
         if lost and waiting and gang.capable:
-            _end_leftovers(statuses[node_id] for node_id in lost)  # the others continue without them
+            self._hands.end_leftovers(statuses[node_id] for node_id in lost)  # the others continue without them
         elif lost and waiting:
             gang.order(StopOrder(0.0, f"the supervisor on {lost[0]} died", kill=True))
         if not lost and waiting and all(statuses[node_id] is None for node_id in waiting):
             return self._given_up(job, gang, waiting)
-        if waiting or _end_leftovers(statuses[node_id] for node_id in lost):
+        if waiting or self._hands.end_leftovers(statuses[node_id] for node_id in lost):
             return None
         return lost
 
     def _given_up(self, job: JobRecord, gang: GangRecord, waiting: list[str]) -> GangVerdict | None:
         """Judge supervisors that never wrote anything: the service may have crashed before it started them."""
         for node_id in waiting:
-            if self._is_coming_up(gang.folders[node_id]):
+            if self._hands.is_coming_up(gang.folders[node_id]):
                 return None
             if not self.elapsed(job, gang, f"start {node_id}", START_LIMIT_S):
                 return None
@@ -228,6 +239,34 @@ class Observer:
             self._signs[key] = (signs, now_s)
         return now_s - self._signs[key][1] > limit_s
 
+    def workers(
+        self, gang: GangRecord, statuses: Mapping[str, Status | None] | None = None
+    ) -> tuple[WorkerObservation, ...]:
+        """Return each member as given by the statuses. The kernel kills the workers of a supervisor that has died."""
+        statuses = read_statuses(gang) if statuses is None else statuses
+        known = {w: (worker, status) for status in statuses.values() if status for w, worker in status.workers.items()}
+        found = []
+        for rank, slot in enumerate(gang.placement):
+            worker_id = gang.worker_id(rank)
+            worker, status = known.get(worker_id, (None, None))
+            trainer = worker.trainer if worker is not None else None
+            exit_code = worker.exit_code if worker is not None else None
+            orphaned = status is not None and not self._hands.is_alive(status.supervisor)
+            if status is not None and worker is not None and not worker.ended and orphaned and not status.ended:
+                exit_code = -signal.SIGKILL
+            lives = worker is not None and not worker.ended and exit_code is None
+            found.append(
+                WorkerObservation(
+                    worker_id=worker_id,
+                    rank=rank,
+                    slot=slot,
+                    pid=trainer.pid if trainer is not None and lives else None,
+                    exit_code=exit_code,
+                    log_name=worker_id,
+                )
+            )
+        return tuple(found)
+
     def _new_reports(self, job: JobRecord, gang: GangRecord) -> tuple[Report, ...]:
         """Return all new reports of a gang: in order for each worker, and merged by time across workers."""
         streams, offsets = [], {}
@@ -239,6 +278,29 @@ class Observer:
             streams.append([report for report, _ in found if report.worker_id == member.worker_id])
         self._offsets |= offsets
         return tuple(heapq.merge(*streams, key=lambda report: report.at_s))
+
+
+def unseen_workers(placement: Sequence[Slot], ids: Sequence[str] = ()) -> tuple[WorkerObservation, ...]:
+    """Return workers of which only the slots are known."""
+    return tuple(
+        WorkerObservation(worker_id=name, rank=rank, slot=slot, pid=None, exit_code=None, log_name=name)
+        for rank, slot in enumerate(placement)
+        for name in (ids[rank] if ids else f"unknown-r{rank:03d}",)
+    )
+
+
+def lost_unseen(before: GangObservation, trouble: str) -> GangObservation:
+    """Return the observation of a gang that has no process left and whose outcome cannot be read."""
+    return GangObservation(
+        job_id=before.job_id,
+        incarnation=before.incarnation,
+        generation=before.generation,
+        state=GangState.ENDED,
+        outcome=GangOutcome.LOST,
+        workers=before.workers,
+        failure=trouble,
+        trouble=trouble,
+    )
 
 
 def read_statuses(gang: GangRecord) -> dict[str, Status | None]:
@@ -264,32 +326,6 @@ def _of_members(status: Status, gang: GangRecord) -> Status:
     )
 
 
-def observe_workers(gang: GangRecord, statuses: Mapping[str, Status | None]) -> tuple[WorkerObservation, ...]:
-    """Return each member as given by the statuses. The kernel kills the workers of a supervisor that has died."""
-    known = {w: (worker, status) for status in statuses.values() if status for w, worker in status.workers.items()}
-    found = []
-    for rank, slot in enumerate(gang.placement):
-        worker_id = gang.worker_id(rank)
-        worker, status = known.get(worker_id, (None, None))
-        trainer = worker.trainer if worker is not None else None
-        exit_code = worker.exit_code if worker is not None else None
-        orphaned = status is not None and not (status.supervisor is not None and status.supervisor.is_alive())
-        if status is not None and worker is not None and not worker.ended and orphaned and not status.ended:
-            exit_code = -signal.SIGKILL
-        lives = worker is not None and not worker.ended and exit_code is None
-        found.append(
-            WorkerObservation(
-                worker_id=worker_id,
-                rank=rank,
-                slot=slot,
-                pid=trainer.pid if trainer is not None and lives else None,
-                exit_code=exit_code,
-                log_name=worker_id,
-            )
-        )
-    return tuple(found)
-
-
 def trainers_of(gang: GangRecord) -> dict[str, tuple[ProcessId | None, Path]]:
     """Return the trainer (None before it starts) and the stacks file of each member that has not ended."""
     known = {w: worker for status in read_statuses(gang).values() if status for w, worker in status.workers.items()}
@@ -300,17 +336,3 @@ def trainers_of(gang: GangRecord) -> dict[str, tuple[ProcessId | None, Path]]:
             path = stacks_path(Path(gang.incarnation_dir), worker_id)
             found[worker_id] = (None if worker is None else worker.trainer, path)
     return found
-
-
-def _end_leftovers(statuses: Iterable[Status | None]) -> bool:
-    """Kill leftover processes of dead supervisors; True if there were any. Nearly always the kernel did so before."""
-    left = False
-    for status in statuses:
-        for worker in status.workers.values() if status is not None else ():
-            processes = [worker.agent] if worker.agent is not None and worker.agent.is_alive() else []
-            if worker.trainer is not None:
-                processes += group_led_by(worker.trainer)
-            for process in processes:
-                process.kill()
-                left = True
-    return left

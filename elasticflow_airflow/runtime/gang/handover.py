@@ -24,10 +24,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 
 from elasticflow_airflow.runtime.gang.meeting_store import publish_store, wait_for_address
 from elasticflow_airflow.runtime.gang.process_group import COLLECTIVE_TIMEOUT_S, WorkerGroup
-from elasticflow_airflow.runtime.protocol import Membership, meeting_path
+from elasticflow_airflow.runtime.protocol import ADDRESS_ENV, Membership, meeting_path
 
-ADDRESS_ENV = "ELASTICFLOW_ADDRESS"
-"""Environment variable: the address at which the other workers of a job can connect to this one."""
 _POLL_S = 0.01
 _BEAT_S = 0.2
 JOINER_SILENCE_LIMIT_S = 5.0

@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 import torch
 
 from elasticflow_airflow.runtime.checkpoints.checkpoint import Registered
-from elasticflow_airflow.runtime.gang.handover import ADDRESS_ENV, JOINER_SILENCE_LIMIT_S, EpochAim, Handover
+from elasticflow_airflow.runtime.gang.handover import JOINER_SILENCE_LIMIT_S, EpochAim, Handover
 from elasticflow_airflow.runtime.gang.process_group import GroupBroken, WorkerGroup
 from elasticflow_airflow.runtime.gang.transfer import StateServer, TransferError, receive
 from elasticflow_airflow.runtime.gang.watching import PlanWatcher
-from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
+from elasticflow_airflow.runtime.protocol import ADDRESS_ENV, Membership, RescaleMode
 
 FIRST_MEETING_LIMIT_S = 600.0
 RECOVERY_LIMIT_S = 60.0

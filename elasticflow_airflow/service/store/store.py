@@ -115,10 +115,8 @@ _OUTLINE = (
     IncarnationRow.result,
 )
 # The statements of each pass of the loop and of each poll of an owner: to build one costs as much as to run it.
-_IDS = sa.bindparam("ids", expanding=True)
-_CURRENT = (
-    sa.select(JobRow, IncarnationRow).join(IncarnationRow, OF_CURRENT_INCARNATION).where(JobRow.job_id.in_(_IDS))
-)
+_IDS: sa.BindParameter[list[str]] = sa.bindparam("ids", expanding=True)
+_CURRENT = sa.select(JobRow, IncarnationRow).join(IncarnationRow, OF_CURRENT_INCARNATION).where(JobRow.job_id.in_(_IDS))
 _GENERATIONS_OF_CURRENT = (
     sa.select(GenerationRow)
     .options(load_only(*_SHOWN, raiseload=True))

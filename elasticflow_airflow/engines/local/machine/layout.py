@@ -30,13 +30,17 @@ class SlotLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLayout:
-    """One node, real or virtual, with its slots in order."""
+    """One node, real or virtual, with its slots in order.
+
+    Its workers are reached by those of other nodes at ``address``, through the network interface ``interface``.
+    """
 
     node_id: str
     slots: tuple[SlotLayout, ...]
     device: str
     device_type: str
     address: str = "127.0.0.1"
+    interface: str = "lo"
 
 
 def parse_virtual_nodes(text: str) -> tuple[int, int]:

@@ -243,7 +243,7 @@ def _would_offer(settings: ServiceSettings) -> Sequence[EngineNode]:
         if shape is not None:
             return fake_nodes(*shape)
         return fake_nodes() if settings.slots is None else fake_nodes(slots=settings.slots)
-    from elasticflow_airflow.engines.local.engine import look_at_nodes
+    from elasticflow_airflow.engines.local.hands import look_at_nodes
     from elasticflow_airflow.engines.local.machine.layout import detect_nodes
     from elasticflow_airflow.engines.local.machine.slots import default_lock_dir
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _D = TypeVar("_D")
 _M = TypeVar("_M", bound=Wire)
 _SECRET_FIELDS = {"secret_env"}
-_REMEMBERED = 4_096
-"""Texts per column. Every pass reads the documents of all live jobs, and owners poll them; few have changed."""
 
 
 class UnreadableError(ValueError):
@@ -58,6 +56,8 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
 
     impl = sa.JSON
     cache_ok = True
+    remembered = 1_024
+    """Documents kept by their text: every pass reads those of all live jobs, and owners poll them; few have changed."""
 
     def __init__(self, kind: type[_D], *, none_is_empty: bool = False) -> None:
         """``none_is_empty``: for a NOT NULL column, an empty object is stored if there is no document."""
@@ -65,7 +65,7 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
         self.kind = kind
         self.none_is_empty = none_is_empty
         self._adapter = TypeAdapter(kind)
-        self._of_text = lru_cache(maxsize=_REMEMBERED)(self._read)
+        self._of_text = lru_cache(maxsize=self.remembered)(self._read)
 
     def dump(self, document: _D) -> Any:
         """Return the document as JSON."""
@@ -159,6 +159,7 @@ class Message(Document[_M]):
     """The type of a column that holds messages of the API as they were accepted, without secret fields."""
 
     cache_ok = True
+    remembered = 4_096
 
     def __init__(self, kind: type[_M], *, nullable: bool = False) -> None:
         """``nullable``: NULL means that there is no message; otherwise NULL is an unreadable message."""

@@ -6,16 +6,20 @@ wrote is read with the default of that field.
 
 from __future__ import annotations
 
+import json
 import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from elasticflow_airflow.scheduler_core.model.values import JobState, Placement, Plan, Slot
 from elasticflow_airflow.service.store.documents.columns import Document
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine.interfaces import Dialect
 
 _PLAIN = frozenset({int, str, bool, type(None)})
 """Types of values that are JSON already."""
@@ -23,14 +27,22 @@ _PLAIN = frozenset({int, str, bool, type(None)})
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """The scheduler's state of a job as it is stored. It is read when asked for: few passes need it."""
+    """The scheduler's state of a job as it is stored: JSON, or its text, which is read when asked for.
 
-    raw: Mapping[str, Any]
+    It changes with each report, and only a restart needs it.
+    """
+
+    stored: Mapping[str, Any] | str
 
     @classmethod
     def of(cls, state: JobState) -> StoredState:
         """Return a state to store."""
         return cls(state_to_json(state))
+
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """The state as JSON. Raises one of ``UNREADABLE`` if it is none."""
+        return cast(Mapping[str, Any], json.loads(self.stored)) if isinstance(self.stored, str) else self.stored
 
     @property
     def state(self) -> JobState:
@@ -58,6 +70,10 @@ class StateDocument(Document[StoredState]):
     def load(self, stored: Any) -> StoredState:
         """Return the stored state, whatever it is."""
         return StoredState(stored)
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[str | None], StoredState | None]:  # noqa: ARG002
+        """Return a function from the stored text to its value; it does not read the text."""
+        return lambda text: None if text in (None, "null") else StoredState(text)
 
 
 def state_to_json(state: JobState) -> dict[str, Any]:

@@ -1,0 +1,300 @@
+"""The hands of the local engine: what only the machine itself can do or see.
+
+The engine decides, and writes what is to be: records, membership, orders, verdicts. What needs the machine's own kernel
+(its processes, the locks of its slots, its interpreters) is asked of its :class:`Hands`, wherever the engine runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elasticflow_airflow.engines.local.bridge import prepare_bridge
+from elasticflow_airflow.engines.local.environment import inherited, worker_environment
+from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder
+from elasticflow_airflow.engines.local.machine import slots, stacks
+from elasticflow_airflow.engines.local.machine.interpreter import InterpreterCheck
+from elasticflow_airflow.engines.local.machine.layout import NodeLayout, SlotLayout
+from elasticflow_airflow.engines.local.machine.processes import ProcessId, group_led_by
+from elasticflow_airflow.engines.local.workers.supervisor import EXIT_NOT_NEEDED
+from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
+from elasticflow_airflow.engines.port import EngineError, EngineNode, SlotsHeldError
+from elasticflow_airflow.runtime.protocol import ADDRESS_ENV
+from elasticflow_airflow.scheduler_core.model.values import Slot
+
+_ON_GPUS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Defaults for GPU workers: matrix products are deterministic."""
+
+
+class Hands:
+    """One machine: its nodes and slots, and the processes of the service in ``state_dir`` there.
+
+    The engine calls it with its lock held. ``pool``: processes that have done their imports, for new workers.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        nodes: Sequence[NodeLayout],
+        lock_dir: Path,
+        environ: Mapping[str, str],
+        pool: WarmPool | None = None,
+    ) -> None:
+        slots.prepare_lock_dir(lock_dir)
+        self.nodes = {node.node_id: node for node in nodes}
+        self._state_dir, self.lock_dir, self._environ = state_dir, lock_dir, dict(environ)
+        self._bridge = prepare_bridge(state_dir)
+        self._interpreters = InterpreterCheck()
+        self._pool = pool
+        self._supervisors: dict[Path, subprocess.Popen[bytes]] = {}
+
+    # -- slots ------------------------------------------------------------------------------------------------------
+
+    def layout(self, slot: Slot) -> SlotLayout:
+        """Return the slot's lock, cores and device. Raises EngineError when there is no such slot."""
+        node = self.nodes.get(slot.node_id)
+        if node is None or not 0 <= slot.index < len(node.slots):
+            there = ", ".join(f"{n.node_id} ({len(n.slots)} slots)" for n in self.nodes.values())
+            raise EngineError(f"there is no slot {slot.node_id}:{slot.index}; there are {there}")
+        return node.slots[slot.index]
+
+    def inventory(self, has_gang: Callable[[str], bool]) -> tuple[EngineNode, ...]:
+        """See :func:`look_at_nodes`."""
+        return look_at_nodes(self.nodes.values(), self.lock_dir, self._state_dir, has_gang)
+
+    def check_slots(self, wanted: Iterable[Slot]) -> None:
+        """Raise SlotsHeldError when any of the slots is held."""
+        holders = {slot: slots.holder_of(self.lock_dir, self.layout(slot).lock_name) for slot in wanted}
+        held = {slot: slots.describe(holder) for slot, holder in holders.items() if holder is not None}
+        if held:
+            raise SlotsHeldError(held)
+
+    # -- environment ------------------------------------------------------------------------------------------------
+
+    def worker_env(self, job_env: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of all workers of a job, without secrets."""
+        return worker_environment(self._environ, job_env, str(self._bridge))
+
+    def slot_env(self, slot: Slot, job_env: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that bind a worker to its slot and node. What the user sets of them is kept."""
+        layout, node = self.layout(slot), self.nodes[slot.node_id]
+        defaults = {**_threads_of(layout), "GLOO_SOCKET_IFNAME": node.interface}
+        env = {name: value for name, value in defaults.items() if name not in job_env}
+        env[ADDRESS_ENV] = node.address
+        env["ELASTICFLOW_CORES"] = ",".join(map(str, layout.cores))
+        # Only its own device: the devices of a job change while it trains, a script that uses every visible device
+        # would use another worker's, and NCCL can copy between devices that a process does not see (since CUDA 10.1).
+        env["CUDA_VISIBLE_DEVICES"] = layout.gpu or ""
+        if layout.gpu:
+            said = job_env.keys() | self._environ.keys()
+            on_gpus = {**_ON_GPUS, "NCCL_SOCKET_IFNAME": node.interface}
+            env |= {name: value for name, value in on_gpus.items() if name not in said}
+        return env
+
+    def check_interpreter(self, python: str, job_env: Mapping[str, str]) -> None:
+        """Raise EngineError when workers cannot be started with this interpreter."""
+        self._interpreters.check(python, self.worker_env(job_env))
+
+    # -- supervisors ------------------------------------------------------------------------------------------------
+
+    def warm_pool(self) -> None:
+        """Warm up the pool for the most common jobs: the service's interpreter and default environment."""
+        slot = next((slot for node in self.nodes.values() for slot in node.slots), None)
+        if self._pool is not None and slot is not None:
+            self._pool.warm(sys.executable, self.worker_env({}) | _threads_of(slot))
+
+    def spawn(self, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> None:
+        """Start the supervisor of a folder, unless it is coming up. Raises EngineError if it did not come up before."""
+        process = self._supervisors.get(folder.path)
+        if process is not None and process.poll() is None:
+            return
+        if process is not None and process.returncode > 0 and process.returncode != EXIT_NOT_NEEDED:
+            del self._supervisors[folder.path]
+            last = folder.last_words().splitlines()[-3:]
+            raise EngineError(f"the supervisor on {folder.path.name} does not start: {' / '.join(last) or 'no output'}")
+        self._supervisors[folder.path] = self._spawn(folder, secret_env)
+
+    def _spawn(self, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        folder.renew()
+        pool = None
+        if self._pool is not None:
+            first = folder.read_spec()
+            pool = self._pool.take(first.python, {**first.env, **first.workers[0].env}, secret_env)
+        channel = () if pool is None else (pool.fileno(),)
+        with folder.open_log() as log, pool or contextlib.nullcontext():
+            process = subprocess.Popen(
+                [
+                    *(
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "elasticflow_airflow.engines.local.workers.supervisor",
+                        str(folder.path),
+                    ),
+                    *map(str, channel),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder.path,
+                env={**inherited(self._environ), "PYTHONPATH": str(self._bridge)},
+                pass_fds=channel,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        # Secrets are passed by pipe, not on disk or in the arguments. The supervisor keeps them while it lives.
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(json.dumps({"secret_env": dict(secret_env)}).encode())
+        return process
+
+    def is_coming_up(self, folder: SupervisorFolder) -> bool:
+        """Return whether a supervisor started by this object is running, even if it has not written anything yet."""
+        process = self._supervisors.get(folder.path)
+        return process is not None and process.poll() is None
+
+    def reap(self) -> None:
+        """Reap supervisors that have ended."""
+        for path, process in list(self._supervisors.items()):
+            if process.poll() is not None and os.path.lexists(path / "status.json"):
+                del self._supervisors[path]
+
+    def let_go(self) -> None:
+        """Forget the processes without ending them: they are meant to outlive the service."""
+        for process in self._supervisors.values():
+            process.poll()
+            # Otherwise the interpreter warns that they are still running.
+            process.returncode = process.returncode or 0
+        self._supervisors.clear()
+        if self._pool is not None:
+            self._pool.close()
+
+    # -- processes --------------------------------------------------------------------------------------------------
+
+    def is_alive(self, process: ProcessId | None) -> bool:
+        """Return whether a process exists that is this very one."""
+        return process is not None and process.is_alive()
+
+    def end_leftovers(self, statuses: Iterable[Status | None]) -> bool:
+        """Kill leftover processes of dead supervisors; True if there were any. Nearly always the kernel did before."""
+        left = False
+        for status in statuses:
+            for worker in status.workers.values() if status is not None else ():
+                processes = [worker.agent] if worker.agent is not None and worker.agent.is_alive() else []
+                if worker.trainer is not None:
+                    processes += group_led_by(worker.trainer)
+                for process in processes:
+                    process.kill()
+                    left = True
+        return left
+
+    def stacks(self, trainers: Mapping[str, tuple[ProcessId | None, Path]]) -> Mapping[str, str]:
+        """Return the stacks of the threads of these trainers, by worker id; may be called without the engine's lock."""
+        return stacks.ask(trainers)
+
+    # -- gangs whose files cannot be read ---------------------------------------------------------------------------
+    # A supervisor holds the locks of its slots for as long as its workers may be alive; it works in its own folder.
+
+    def held_by(self, job_id: str, wanted: Sequence[Slot] | None = None) -> dict[Slot, dict[str, Any]]:
+        """Return the slots (of ``wanted``, if given) that a job's supervisors hold, with each lock's holder entry."""
+        found = {}
+        for node in self.nodes.values():
+            for index, layout in enumerate(node.slots):
+                slot = Slot(node.node_id, index)
+                holder = slots.holder_of(self.lock_dir, layout.lock_name) if wanted is None or slot in wanted else None
+                if holder and holder.get("job_id") == job_id and holder.get("state_dir") == str(self._state_dir):
+                    found[slot] = holder
+        return found
+
+    def renew(self, job_id: str) -> None:
+        """Renew the leases of a job's supervisors."""
+        for pid in self._pids(job_id):
+            folder = _folder_of(pid)
+            if folder is not None:
+                folder.renew()
+
+    def ask_to_leave(self, job_id: str) -> None:
+        """Make a job's supervisors save and leave, by SIGTERM, when no order file reaches them."""
+        for pid in self._pids(job_id):
+            process = ProcessId.of(pid)
+            if process is not None and _folder_of(pid) is not None:
+                process.kill(signal.SIGTERM)
+
+    def latest(self, job_id: str) -> int:
+        """Return the highest running generation of a job; 0 when there is none."""
+        return max((_number(holder, "generation") for holder in self.held_by(job_id).values()), default=0)
+
+    def running(self, job_id: str) -> list[tuple[int, int, list[Slot]]]:
+        """Return (incarnation, generation, slots) of each running gang of a job; incarnation 0 where it is unknown."""
+        by_generation: dict[int, list[tuple[Slot, dict[str, Any]]]] = {}
+        for slot, holder in sorted(self.held_by(job_id).items()):
+            by_generation.setdefault(_number(holder, "generation"), []).append((slot, holder))
+        return [
+            (_incarnation_of(_number(held[0][1], "pid")), generation, [slot for slot, _ in held])
+            for generation, held in sorted(by_generation.items())
+        ]
+
+    def _pids(self, job_id: str) -> set[int]:
+        return {_number(holder, "pid") for holder in self.held_by(job_id).values()} - {0}
+
+
+def look_at_nodes(
+    nodes: Iterable[NodeLayout], lock_dir: Path, state_dir: Path, has_gang: Callable[[str], bool] = lambda _: True
+) -> tuple[EngineNode, ...]:
+    """Return the nodes to offer; slots held by supervisors of a service in another state directory are busy.
+
+    ``has_gang`` tells whether the service in this directory has a gang of a job on record. Slots held by other
+    supervisors of this directory are left over from a lost state, and are busy, too.
+    """
+    found = []
+    for node in nodes:
+        busy = {}
+        for index, slot in enumerate(node.slots):
+            holder = slots.holder_of(lock_dir, slot.lock_name)
+            if holder is not None and holder.get("state_dir") != str(state_dir):
+                busy[index] = slots.describe(holder)
+            elif holder is not None and not has_gang(str(holder.get("job_id"))):
+                busy[index] = (
+                    f"{slots.describe(holder)}, which has no record of it: it leaves by itself when its lease ends, or"
+                    f" now with kill {holder.get('pid')}"
+                )
+        found.append(
+            EngineNode(
+                node_id=node.node_id,
+                slots=len(node.slots),
+                device=node.device,
+                device_type=node.device_type,
+                busy=busy,
+            )
+        )
+    return tuple(found)
+
+
+def _threads_of(layout: SlotLayout) -> dict[str, str]:
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(layout.threads))
+
+
+def _folder_of(pid: int) -> SupervisorFolder | None:
+    """Return the folder of a supervisor, which is its working directory; None when it has ended."""
+    try:
+        path = Path(os.readlink(f"/proc/{pid}/cwd"))
+    except OSError:
+        return None
+    return SupervisorFolder(path) if path.parent.name == "supervisors" else None
+
+
+def _incarnation_of(pid: int) -> int:
+    folder = _folder_of(pid)
+    name = "" if folder is None else folder.path.parent.parent.name
+    return int(name[1:]) if name[:1] == "i" and name[1:].isdecimal() else 0
+
+
+def _number(holder: Mapping[str, Any], name: str) -> int:
+    value = holder.get(name)
+    return value if type(value) is int and 0 < value < 1 << 31 else 0
