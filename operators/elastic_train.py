@@ -51,7 +51,7 @@ from elasticflow_airflow.task.arguments import ArgumentError, check_arguments, p
 from elasticflow_airflow.task.callables import listed, reveal
 from elasticflow_airflow.task.lineage import ReportsLineage
 from elasticflow_airflow.task.mapping import checked
-from elasticflow_airflow.task.outcomes import (
+from elasticflow_airflow.task.outcome_messages import (
     cancel_message,
     failure_message,
     rejection_message,

@@ -18,10 +18,10 @@ from elasticflow_airflow.api import EventKind, JobStatus, State
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError
 from elasticflow_airflow.deadlines.parse import show_at
 from elasticflow_airflow.task.callables import loaded
-from elasticflow_airflow.task.outcomes import result_of
+from elasticflow_airflow.task.outcome_messages import result_of
 from elasticflow_airflow.times import duration
-from elasticflow_airflow.waiting.progress import progress_line
-from elasticflow_airflow.waiting.task_log import Logger
+from elasticflow_airflow.waiting.log_lines import progress_line
+from elasticflow_airflow.waiting.progress_log import Logger
 from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 CONTEXT_KEY = "elasticflow"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from elasticflow_airflow.engines.local.environment import worker_environment
-from elasticflow_airflow.engines.local.hands import Hands
 from elasticflow_airflow.engines.local.machine import gpus, layout
 from elasticflow_airflow.engines.local.machine.gpus import Card, Gpu, choose_visible, visible_gpus
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
+from elasticflow_airflow.engines.local.node_manager import NodeManager
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 A, B, C = Gpu("GPU-aa11", "H"), Gpu("GPU-aa22", "H"), Gpu("GPU-cc33", "H")
@@ -174,8 +174,8 @@ def gpu_nodes(monkeypatch: pytest.MonkeyPatch, *found: Gpu) -> tuple[NodeLayout,
 
 def worker_envs(tmp_path: Path, nodes: tuple[NodeLayout, ...], env: dict[str, str]) -> list[dict[str, str]]:
     """What each of the workers of a gang over all slots is given."""
-    hands = Hands(tmp_path, nodes, tmp_path / "locks", {"CUBLAS_LOGINFO_DBG": "1"})
-    return [hands.slot_env(Slot("local", index), env) for index in range(len(nodes[0].slots))]
+    manager = NodeManager(tmp_path, nodes, tmp_path / "locks", {"CUBLAS_LOGINFO_DBG": "1"})
+    return [manager.slot_env(Slot("local", index), env) for index in range(len(nodes[0].slots))]
 
 
 def test_a_worker_sees_the_gpu_of_its_slot_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from elasticflow_airflow.engines.local.files.generation_folder import Status, WorkerStatus
-from elasticflow_airflow.engines.local.hands import Hands
 from elasticflow_airflow.engines.local.machine.layout import detect_nodes
 from elasticflow_airflow.engines.local.machine.processes import ProcessId, group_led_by
+from elasticflow_airflow.engines.local.node_manager import NodeManager
 from elasticflow_airflow.engines.port import GangOutcome, GangState
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def test_a_group_without_a_leader_is_ours_only_with_our_workers_in_it(start_fami
 def test_what_a_dead_supervisor_left_is_ended_and_nobody_else(
     tmp_path: Path, start_family: Callable[..., Family]
 ) -> None:
-    hands = Hands(tmp_path, detect_nodes(environ={}), tmp_path / "locks", {})
+    manager = NodeManager(tmp_path, detect_nodes(environ={}), tmp_path / "locks", {})
     _, stranger, strangers_child = start_family()
     _, trainer, loader = start_family(ELASTICFLOW_CORES="0")
     before = replace(stranger, start=stranger.start - 1)
@@ -110,12 +110,12 @@ def test_what_a_dead_supervisor_left_is_ended_and_nobody_else(
             "g000001-r001": WorkerStatus(rank=1, agent=before, trainer=trainer),
         },
     )
-    assert hands.end_leftovers([status])
+    assert manager.end_leftovers([status])
     assert stranger.is_alive()
     assert strangers_child.is_alive()
     while trainer.is_alive() or loader.is_alive():
-        hands.end_leftovers([status])
-    assert not hands.end_leftovers([status])
+        manager.end_leftovers([status])
+    assert not manager.end_leftovers([status])
 
 
 def test_a_service_that_comes_back_takes_nobody_for_its_supervisor(

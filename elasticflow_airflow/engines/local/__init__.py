@@ -2,7 +2,7 @@
 
 The engine (``engine.py``) writes the desired state; one supervisor process per generation and node
 (``workers/supervisor.py``) establishes it and writes the actual state. They communicate through files (``files/``)
-only, so that either can be killed.
+only, so that either can be killed. What only the machine itself can do goes through ``node_manager.py``.
 """
 
 from __future__ import annotations

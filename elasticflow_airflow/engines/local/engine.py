@@ -20,10 +20,10 @@ from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.local.files.errors import as_engine_errors, disk_errors, is_of_the_machine
 from elasticflow_airflow.engines.local.files.generation_folder import StopOrder
 from elasticflow_airflow.engines.local.files.records import GangRecord, JobRecord
-from elasticflow_airflow.engines.local.hands import Hands
 from elasticflow_airflow.engines.local.machine import slots, stacks
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
 from elasticflow_airflow.engines.local.machine.processes import ProcessId
+from elasticflow_airflow.engines.local.node_manager import NodeManager
 from elasticflow_airflow.engines.local.observing import Observer, trainers_of
 from elasticflow_airflow.engines.local.starting import Starter
 from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
@@ -64,16 +64,16 @@ class LocalEngine:
         self._jobs: dict[str, JobRecord] = {}
         with disk_errors(self._state_dir):
             self._records_dir.mkdir(parents=True, exist_ok=True)
-            self._hands = Hands(
+            self._manager = NodeManager(
                 self._state_dir,
                 detect_nodes() if nodes is None else nodes,
                 slot_lock_dir or slots.default_lock_dir(),
                 os.environ if environ is None else environ,
                 None if warm_imports is None else WarmPool(warm_imports, self._state_dir / "pool"),
             )
-            self._hands.warm_pool()
-            self._starter = Starter(self._hands, self._state_dir, (log_segment_bytes, log_segments))
-            self._observer = Observer(self._hands, self._save)
+            self._manager.warm_pool()
+            self._starter = Starter(self._manager, self._state_dir, (log_segment_bytes, log_segments))
+            self._observer = Observer(self._manager, self._save)
             self._damaged: dict[str, str] = {}
             """By job id: why its record cannot be read, for jobs whose gangs may still run."""
             for path in sorted(self._records_dir.glob("*.json")):
@@ -94,12 +94,12 @@ class LocalEngine:
     def inventory(self) -> tuple[EngineNode, ...]:
         """Return this machine's nodes; slots held by supervisors that are not on record here are busy."""
         with self._lock:
-            return self._hands.inventory(self._has_gang)
+            return self._manager.inventory(self._has_gang)
 
     def latest(self, job_id: str) -> int:
         """Return the highest generation ever applied for a job; 0 when there is none."""
         with self._lock:
-            return self._jobs[job_id].latest if job_id in self._jobs else self._hands.latest(job_id)
+            return self._jobs[job_id].latest if job_id in self._jobs else self._manager.latest(job_id)
 
     def apply(self, spec: GangSpec) -> None:
         """Start, keep or replace the gang of a job (see the port)."""
@@ -118,7 +118,7 @@ class LocalEngine:
                 if spec.mode is RescaleMode.RESTART:
                     # No worker is ordered to leave for slots that others hold.
                     own = {slot for earlier in job.gangs.values() for slot in earlier.placement}
-                    self._hands.check_slots(slot for slot in spec.placement if slot not in own)
+                    self._manager.check_slots(slot for slot in spec.placement if slot not in own)
                 gang = self._accept(job, spec)
             if gang.dropped or gang.told or gang.never_came:
                 return
@@ -128,7 +128,7 @@ class LocalEngine:
                 self._starter.go(gang, spec)
                 self._starter.start_supervisors(gang, spec)
             elif self._fence_is_open(job, spec):
-                self._hands.check_slots(spec.placement)
+                self._manager.check_slots(spec.placement)
                 self._starter.warm_up(gang, spec)
                 gang.started = True
                 self._save(job)
@@ -143,7 +143,7 @@ class LocalEngine:
             job = self._jobs.get(job_id)
             if job is None:
                 if job_id in self._damaged:
-                    self._hands.ask_to_leave(job_id)
+                    self._manager.ask_to_leave(job_id)
                 return
             with as_engine_errors(self._state_dir):
                 if self._mark_told(job, before=job.latest + 1):
@@ -159,12 +159,12 @@ class LocalEngine:
                 if job is not None:
                     self._renew(job)
                 elif job_id in self._damaged:
-                    self._hands.renew(job_id)
+                    self._manager.renew(job_id)
 
     def observe(self) -> tuple[GangObservation, ...]:
         """Return every gang that is not forgotten, with its reports since the previous call."""
         with self._lock, disk_errors(self._state_dir):
-            self._hands.reap()
+            self._manager.reap()
             found: list[GangObservation] = []
             for _, job in sorted(self._jobs.items()):
                 # Newest first: once its members train in it, the earlier ones have ended.
@@ -223,7 +223,7 @@ class LocalEngine:
                     self._save(job)
 
     def _forget_damaged(self, job_id: str) -> None:
-        if job_id in self._damaged and not self._hands.held_by(job_id):
+        if job_id in self._damaged and not self._manager.held_by(job_id):
             with as_engine_errors(self._records_dir):
                 self._put_away(self._records_dir / f"{job_id}.json")
 
@@ -261,14 +261,14 @@ class LocalEngine:
             raise EngineError("the stacks of other workers are being asked for; ask again in a moment")
         try:
             with as_engine_errors(self._state_dir):
-                return self._hands.stacks(trainers)
+                return self._manager.stacks(trainers)
         finally:
             self._asking.release()
 
     def close(self) -> None:
         """Release the engine; supervisors and their workers continue."""
         with self._lock:
-            self._hands.let_go()
+            self._manager.let_go()
 
     # Accepting a generation.
 
@@ -281,7 +281,7 @@ class LocalEngine:
         if len(set(spec.placement)) != len(spec.placement):
             raise EngineError(f"job {spec.job_id}: a slot is placed twice in {list(spec.placement)}")
         for slot in spec.placement:
-            self._hands.layout(slot)
+            self._manager.layout(slot)
         code_dir = Path(session.code_dir)
         if session.script is not None and not (code_dir / session.script).is_file():
             raise EngineError(f"script {session.script!r} is not in the code snapshot {code_dir}")
@@ -291,7 +291,7 @@ class LocalEngine:
             problem = bounds.pattern_problem(session.progress_regex)
             if problem is not None:
                 raise EngineError(f"progress_regex {problem}")
-        self._hands.check_interpreter(spec.python, spec.env)
+        self._manager.check_interpreter(spec.python, spec.env)
 
     def _accept(self, job: JobRecord, spec: GangSpec) -> GangRecord:
         gang = GangRecord(
@@ -353,7 +353,7 @@ class LocalEngine:
                 if worker_id in gang.lost:
                     earlier.folder_of(rank).order_kill([worker_id])
         if not gang.started:
-            self._hands.check_slots(slot for rank, slot in enumerate(gang.placement) if gang.is_born(rank))
+            self._manager.check_slots(slot for rank, slot in enumerate(gang.placement) if gang.is_born(rank))
             self._starter.warm_up(gang, spec)
             gang.started = True
             self._save(job)
@@ -425,7 +425,7 @@ class LocalEngine:
                 self._plan_nobody(Path(gang.incarnation_dir), plan_generation, order.reason)
                 gang.order(order)
             except (OSError, ValueError, TypeError, KeyError):
-                self._hands.ask_to_leave(job.job_id)  # A script has damaged these files.
+                self._manager.ask_to_leave(job.job_id)  # A script has damaged these files.
                 raise
 
     @staticmethod

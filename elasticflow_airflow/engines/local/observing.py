@@ -15,9 +15,15 @@ from pathlib import Path
 
 from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder
 from elasticflow_airflow.engines.local.files.records import GangRecord, JobRecord
-from elasticflow_airflow.engines.local.hands import Hands
-from elasticflow_airflow.engines.local.judge import GangVerdict, Heard, all_trainers_there, judge_ended, judge_living
+from elasticflow_airflow.engines.local.gang_state import (
+    GangVerdict,
+    Heard,
+    all_trainers_there,
+    judge_ended,
+    judge_living,
+)
 from elasticflow_airflow.engines.local.machine.processes import ProcessId
+from elasticflow_airflow.engines.local.node_manager import NodeManager
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import Report, read_some_reports, report_path, stacks_path
 from elasticflow_airflow.scheduler_core.model.values import Slot
@@ -31,8 +37,8 @@ START_LIMIT_S = 30.0
 class Observer:
     """Observes gangs; ``save`` stores a changed record."""
 
-    def __init__(self, hands: Hands, save: Callable[[JobRecord], None]) -> None:
-        self._hands, self._save = hands, save
+    def __init__(self, manager: NodeManager, save: Callable[[JobRecord], None]) -> None:
+        self._manager, self._save = manager, save
         self._last: dict[tuple[str, int], GangObservation] = {}
         """Last observations of gangs that have not ended, without the reports."""
         self._were_held: set[tuple[str, int]] = set()
@@ -133,7 +139,7 @@ class Observer:
                 workers=unseen_workers(held),
                 trouble=trouble,
             )
-            for incarnation, generation, held in self._hands.running(job_id)
+            for incarnation, generation, held in self._manager.running(job_id)
         ]
 
     def _is_there(self, job: JobRecord, gang: GangRecord) -> bool:
@@ -141,10 +147,10 @@ class Observer:
         key = (job.job_id, gang.generation)
         if gang.dropped or gang.never_came:
             return False
-        if self._hands.held_by(job.job_id, gang.placement):
+        if self._manager.held_by(job.job_id, gang.placement):
             self._were_held.add(key)
             return True
-        coming = any(self._hands.is_coming_up(folder) for folder in gang.folders.values())
+        coming = any(self._manager.is_coming_up(folder) for folder in gang.folders.values())
         return coming or (key not in self._were_held and not self.elapsed(job, gang, "unread", START_LIMIT_S))
 
     def successor(self, job: JobRecord, gang: GangRecord) -> GangRecord | None:
@@ -190,24 +196,24 @@ class Observer:
             if status is None:
                 waiting.append(node_id)
             elif not status.ended:
-                alive = self._hands.is_alive(status.supervisor)
+                alive = self._manager.is_alive(status.supervisor)
                 (waiting if alive else lost).append(node_id)
         # Reread the status of lost supervisors: one may have written its final status after the first read.
         lost = [n for n in lost if (again := gang.folders[n].read_status()) is None or not again.ended]
         if lost and waiting and gang.capable:
-            self._hands.end_leftovers(statuses[node_id] for node_id in lost)  # the others continue without them
+            self._manager.end_leftovers(statuses[node_id] for node_id in lost)  # the others continue without them
         elif lost and waiting:
             gang.order(StopOrder(0.0, f"the supervisor on {lost[0]} died", kill=True))
         if not lost and waiting and all(statuses[node_id] is None for node_id in waiting):
             return self._given_up(job, gang, waiting)
-        if waiting or self._hands.end_leftovers(statuses[node_id] for node_id in lost):
+        if waiting or self._manager.end_leftovers(statuses[node_id] for node_id in lost):
             return None
         return lost
 
     def _given_up(self, job: JobRecord, gang: GangRecord, waiting: list[str]) -> GangVerdict | None:
         """Judge supervisors that never wrote anything: the service may have crashed before it started them."""
         for node_id in waiting:
-            if self._hands.is_coming_up(gang.folders[node_id]):
+            if self._manager.is_coming_up(gang.folders[node_id]):
                 return None
             if not self.elapsed(job, gang, f"start {node_id}", START_LIMIT_S):
                 return None
@@ -251,7 +257,7 @@ class Observer:
             worker, status = known.get(worker_id, (None, None))
             trainer = worker.trainer if worker is not None else None
             exit_code = worker.exit_code if worker is not None else None
-            orphaned = status is not None and not self._hands.is_alive(status.supervisor)
+            orphaned = status is not None and not self._manager.is_alive(status.supervisor)
             if status is not None and worker is not None and not worker.ended and orphaned and not status.ended:
                 exit_code = -signal.SIGKILL
             lives = worker is not None and not worker.ended and exit_code is None

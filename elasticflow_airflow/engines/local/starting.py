@@ -9,16 +9,16 @@ from pathlib import Path
 
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorSpec, WorkerSpec
 from elasticflow_airflow.engines.local.files.records import GangRecord
-from elasticflow_airflow.engines.local.hands import Hands
+from elasticflow_airflow.engines.local.node_manager import NodeManager
 from elasticflow_airflow.engines.port import GangSpec
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 
 
 class Starter:
-    """Writes the files of a generation, and has the machine's :class:`Hands` start its supervisors."""
+    """Writes the files of a generation, and has the machine's manager start its supervisors."""
 
-    def __init__(self, hands: Hands, state_dir: Path, log_limits: tuple[int, int]) -> None:
-        self._hands, self._state_dir, self._log_limits = hands, state_dir, log_limits
+    def __init__(self, manager: NodeManager, state_dir: Path, log_limits: tuple[int, int]) -> None:
+        self._manager, self._state_dir, self._log_limits = manager, state_dir, log_limits
 
     def warm_up(self, gang: GangRecord, spec: GangSpec) -> None:
         """Start supervisors that do the imports and then wait: the previous generation may still train."""
@@ -52,7 +52,7 @@ class Starter:
         for node_id in gang.nodes:
             folder = gang.folder(node_id)
             if folder.read_status() is None:
-                self._hands.spawn(folder, spec.secret_env)
+                self._manager.spawn(node_id, folder, spec.secret_env)
 
     def _supervisor_spec(self, gang: GangRecord, spec: GangSpec, node_id: str) -> SupervisorSpec:
         workers = tuple(
@@ -60,9 +60,9 @@ class Starter:
                 worker_id=gang.worker_id(rank),
                 rank=rank,
                 slot_index=slot.index,
-                lock_name=self._hands.layout(slot).lock_name,
-                env=self._hands.slot_env(slot, spec.env),
-                fork_trainer=self._hands.layout(slot).gpu is None,
+                lock_name=self._manager.layout(slot).lock_name,
+                env=self._manager.slot_env(slot, spec.env),
+                fork_trainer=self._manager.layout(slot).gpu is None,
             )
             for rank, slot in enumerate(spec.placement)
             if slot.node_id == node_id and gang.is_born(rank)
@@ -76,13 +76,13 @@ class Starter:
             world_size=len(spec.placement),
             incarnation_dir=str(spec.incarnation_dir),
             state_dir=str(self._state_dir),
-            lock_dir=str(self._hands.lock_dir),
+            lock_dir=str(self._manager.lock_dir),
             python=spec.python,
-            env=self._hands.worker_env(spec.env),
+            env=self._manager.worker_env(spec.env),
             workers=workers,
             lease_s=spec.lease_s,
             grace_s=spec.grace_s,
-            address=self._hands.nodes[node_id].address,
+            address=self._manager.nodes[node_id].address,
             progress_regex=spec.session.progress_regex,
             progress_file=spec.session.progress_file,
             log_segment_bytes=self._log_limits[0],

@@ -110,8 +110,9 @@ class GroupMember:
                 self._end_handover(f"generation {plan.generation} has taken its place")
                 if self._worker_id in plan.lost:
                     # The others go on without it, and it may not be able to reach them: it must not wait for them.
-                    self.told_to_stop = True
+                    # In this order: it must not vote to leave in a group that still works, or all would leave.
                     self.group.give_up("the others go on without this worker")
+                    self.told_to_stop = True
                 elif self.joined or in_it:
                     joins = not self.joined
                     self._handover = Handover(self._folder, plan, self._worker_id, self._device, joins=joins)

@@ -223,6 +223,7 @@ def _tell_costs(context: PassContext, row: IncarnationRow) -> None:
     """Have the scheduler told the current costs of a change; a job being profiled sends them with its next speed."""
     state = context.scheduler.state(row.job_id)
     costs = context.costs_of(row)
+    context.costs.pop(row.job_id, None)
     if state is not None and state.phase is Phase.ADMITTED and state.job.costs != costs and not row.ending:
         context.costs[row.job_id] = ev.JobMeasured(row.job_id, max(1, state.placement.workers), None, costs)
 

@@ -243,9 +243,9 @@ def _would_offer(settings: ServiceSettings) -> Sequence[EngineNode]:
         if shape is not None:
             return fake_nodes(*shape)
         return fake_nodes() if settings.slots is None else fake_nodes(slots=settings.slots)
-    from elasticflow_airflow.engines.local.hands import look_at_nodes
     from elasticflow_airflow.engines.local.machine.layout import detect_nodes
     from elasticflow_airflow.engines.local.machine.slots import default_lock_dir
+    from elasticflow_airflow.engines.local.node_manager import look_at_nodes
 
     layout = detect_nodes(slots=settings.slots, virtual_nodes=settings.virtual_nodes)
     return look_at_nodes(layout, settings.slot_lock_dir or default_lock_dir(), settings.state_dir.resolve())

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _D = TypeVar("_D")
 _M = TypeVar("_M", bound=Wire)
 _SECRET_FIELDS = {"secret_env"}
+_REMEMBERED, _LONGEST = 4_096, 4_096
+"""So many documents per column are kept by their text, if it has at most so many characters: every pass of the loop
+reads those of all live jobs, owners poll them, and few have changed."""
 
 
 class UnreadableError(ValueError):
@@ -35,7 +38,7 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a document that cannot be read. Written again, it keeps the stored value unchanged."""
+    """Stands for a document that cannot be read. Written again, it keeps the stored value (a text if it is no JSON)."""
 
     stored: Any
     problem: str
@@ -56,8 +59,6 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
 
     impl = sa.JSON
     cache_ok = True
-    remembered = 1_024
-    """Documents kept by their text: every pass reads those of all live jobs, and owners poll them; few have changed."""
 
     def __init__(self, kind: type[_D], *, none_is_empty: bool = False) -> None:
         """``none_is_empty``: for a NOT NULL column, an empty object is stored if there is no document."""
@@ -65,7 +66,7 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
         self.kind = kind
         self.none_is_empty = none_is_empty
         self._adapter = TypeAdapter(kind)
-        self._of_text = lru_cache(maxsize=self.remembered)(self._read)
+        self._of_text = lru_cache(maxsize=_REMEMBERED)(self._read)
 
     def dump(self, document: _D) -> Any:
         """Return the document as JSON."""
@@ -107,12 +108,12 @@ class Document(sa.types.TypeDecorator[_D], Generic[_D]):
         return self.to_json(value)
 
     def column_expression(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
-        """Select the text of the JSON: equal texts are read once, as nobody changes a document."""
+        """Select the text of the JSON: equal texts are one document, which nobody changes."""
         return sa.type_coerce(sa.cast(column, sa.Text), self)
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[str | None], Any]:  # noqa: ARG002  (SQLAlchemy's signature)
         """Return a function from the stored text to its value, as :meth:`from_json` gives it."""
-        return self._of_text
+        return lambda text: self._read(text) if text is not None and len(text) > _LONGEST else self._of_text(text)
 
     def _read(self, text: str | None) -> Any:
         try:
@@ -159,7 +160,6 @@ class Message(Document[_M]):
     """The type of a column that holds messages of the API as they were accepted, without secret fields."""
 
     cache_ok = True
-    remembered = 4_096
 
     def __init__(self, kind: type[_M], *, nullable: bool = False) -> None:
         """``nullable``: NULL means that there is no message; otherwise NULL is an unreadable message."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from elasticflow_airflow.api import Event, JobStatus
 from elasticflow_airflow.deadlines.clock import now_s
-from elasticflow_airflow.waiting.progress import ProgressMark, report
+from elasticflow_airflow.waiting.log_lines import ProgressMark, report
 
 WORKER_LINE_EVERY_S, TRIGGER_LINE_EVERY_S = 15.0, 60.0
 """Interval of progress lines, in seconds; longer in the triggerer, which waits for many jobs at once."""

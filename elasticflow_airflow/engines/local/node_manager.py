@@ -1,7 +1,7 @@
-"""The hands of the local engine: what only the machine itself can do or see.
+"""Manages what runs on one machine: what only the machine itself can do or see.
 
-The engine decides, and writes what is to be: records, membership, orders, verdicts. What needs the machine's own kernel
-(its processes, the locks of its slots, its interpreters) is asked of its :class:`Hands`, wherever the engine runs.
+The engine decides, and writes what is to be: records, membership, orders, verdicts. What needs the machine's own
+kernel (its processes, the locks of its slots, its interpreters) is asked of its :class:`NodeManager`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ON_GPUS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Defaults for GPU workers: matrix products are deterministic."""
 
 
-class Hands:
+class NodeManager:
     """One machine: its nodes and slots, and the processes of the service in ``state_dir`` there.
 
     The engine calls it with its lock held. ``pool``: processes that have done their imports, for new workers.
@@ -110,15 +110,15 @@ class Hands:
         if self._pool is not None and slot is not None:
             self._pool.warm(sys.executable, self.worker_env({}) | _threads_of(slot))
 
-    def spawn(self, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> None:
-        """Start the supervisor of a folder, unless it is coming up. Raises EngineError if it did not come up before."""
+    def spawn(self, node_id: str, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> None:
+        """Start the supervisor of a node, unless it is coming up. Raises EngineError if it did not come up before."""
         process = self._supervisors.get(folder.path)
         if process is not None and process.poll() is None:
             return
         if process is not None and process.returncode > 0 and process.returncode != EXIT_NOT_NEEDED:
             del self._supervisors[folder.path]
             last = folder.last_words().splitlines()[-3:]
-            raise EngineError(f"the supervisor on {folder.path.name} does not start: {' / '.join(last) or 'no output'}")
+            raise EngineError(f"the supervisor on {node_id} does not start: {' / '.join(last) or 'no output'}")
         self._supervisors[folder.path] = self._spawn(folder, secret_env)
 
     def _spawn(self, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> subprocess.Popen[bytes]:
