@@ -38,11 +38,11 @@ structlog.configure(
     ]
 )
 
-TRAINING = ("demo/", "runtime/", "service/*_local.py", "upgrade/")
+TRAINING = ("demo/", "runtime/", "service/local/", "upgrade/")
 """Where slow tests train for long, with workers that need the cores. Those of the engines train, too, but little: with
 them both processes have as much to do."""
 STACK = "tests/airflow/stack"
-LONGEST = (STACK, "tests/demo/", "tests/service/test_soak.py")
+LONGEST = (STACK, "tests/demo/", "tests/service/troubles/test_soak.py")
 
 
 class Rooms(LoadScopeScheduling):

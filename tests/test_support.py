@@ -78,7 +78,7 @@ def test_who_is_done_with_its_own_room_helps_out_in_the_other(
     rooms.assigned_work = dict.fromkeys(taken)
     paths = [
         "runtime/test_a.py",
-        "service/test_b_local.py",
+        "service/local/test_b.py",
         "service/test_c.py",
         "airflow/stack/test_d.py",
         "ui/test_e.py",
@@ -93,5 +93,5 @@ def test_who_is_done_with_its_own_room_helps_out_in_the_other(
         "tests/airflow/stack",
         "tests/service/test_c.py",
         "tests/ui/test_e.py",
-        "tests/service/test_b_local.py",
+        "tests/service/local/test_b.py",
     ]

@@ -40,7 +40,7 @@ from elasticflow_airflow.service.http.openapi import document
 from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.tables import DrainRow, EventRow, GenerationRow, IncarnationRow
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 CLIENTS = 100
 NODES, SLOTS = 10, 8
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -316,7 +316,7 @@ class Soak:
         while not self.is_over:
             process = await asyncio.create_subprocess_exec(
                 str(Path(sys.executable).with_name("schemathesis")),
-                *("--config-file", str(TESTS / "service" / "schemathesis.toml")),
+                *("--config-file", str(TESTS / "service/troubles/schemathesis.toml")),
                 *("run", str(base / "openapi.json"), "--url", self.service.endpoint.base_url),
                 *("--header", f"Authorization: Bearer {self.service.token}"),
                 *("--phases", self.chance.choice(["coverage", "fuzzing", "stateful"])),  # a kill ends each early

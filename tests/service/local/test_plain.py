@@ -16,7 +16,7 @@ from elasticflow_airflow.runtime.protocol import Membership
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 STEPS = 114
 PACED = """
 import os, runpy, sys, time

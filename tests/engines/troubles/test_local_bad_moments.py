@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from conftest import LocalBench
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-SCRIPT = Path(__file__).parents[1] / "support" / "train_small.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "train_small.py"
 A, B, C, D = Slot("local0", 0), Slot("local0", 1), Slot("local1", 0), Slot("local1", 1)
 SESSION = {"epochs": 45, "steps": None, "global_batch_size": 16, "logical_workers": 4, "seed": 7}
 STEPS = 45 * 6

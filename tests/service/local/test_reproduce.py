@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflo
 from elasticflow_airflow.runtime.checkpoints.checkpoint import read_weights
 from elasticflow_airflow.runtime.stores.manifest import list_candidates
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "docs/examples"
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_fol
 from elasticflow_airflow.service.http.openapi import document
 
 TOKEN = "a-long-random-token-of-this-test"
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 
 
 def call_everything(endpoint: Endpoint, base: Path, seconds: int) -> None:
@@ -48,7 +48,7 @@ def call_everything(endpoint: Endpoint, base: Path, seconds: int) -> None:
         said = subprocess.run(
             [
                 str(Path(sys.executable).with_name("schemathesis")),
-                *("--config-file", str(TESTS / "service" / "schemathesis.toml")),
+                *("--config-file", str(TESTS / "service/troubles/schemathesis.toml")),
                 *("run", str(base / "openapi.json"), "--url", endpoint.base_url),
                 *("--header", f"Authorization: Bearer {TOKEN}"),
                 *("--max-time", str(seconds), "--max-examples", "15"),
