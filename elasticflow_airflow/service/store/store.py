@@ -150,6 +150,7 @@ _OPEN_CANDIDATES = (
 _OPEN_AMENDMENTS = sa.select(AmendmentRow).where(AmendmentRow.answer.is_(None)).order_by(AmendmentRow.amendment_id)
 _DRAINS = sa.select(DrainRow)
 _AVOIDED = sa.select(AvoidedSlotRow).order_by(AvoidedSlotRow.node_id, AvoidedSlotRow.slot_index)
+_RARE = sa.select(sa.exists(_OPEN_AMENDMENTS.order_by(None)), sa.exists(_DRAINS), sa.exists(_AVOIDED.order_by(None)))
 _WRITES, _NO_TRANSACTION = "elasticflow_write", "elasticflow_no_transaction"
 _WRITE_LOCK_KEY = 0x456C4673  # any constant; all writers must use the same one
 
@@ -577,6 +578,11 @@ class Reader:
     def avoided(self) -> list[AvoidedSlotRow]:
         """Return the slots that are avoided for a while."""
         return list(self.session.scalars(_AVOIDED))
+
+    def rare(self) -> tuple[bool, bool, bool]:
+        """Return whether there are open amendments, draining nodes and avoided slots: usually there are none."""
+        amendments, drains, avoided = self.session.execute(_RARE).one()
+        return bool(amendments), bool(drains), bool(avoided)
 
     def history(self, recurring_key: str, signature: str) -> HistoryRow | None:
         """Return the history of a task's past runs for one signature."""

@@ -86,9 +86,10 @@ class UnitOfWork(Reader):
         """Every undrained incarnation, with its job, in order of submission."""
         self.current_generations = self.open_generations()
         """Every generation whose end is not handled, oldest first."""
-        self._amendments = super().open_amendments()
-        self._drains = super().drains()
-        self._avoided = super().avoided()
+        has_amendments, has_drains, has_avoided = self.rare()
+        self._amendments = super().open_amendments() if has_amendments else []
+        self._drains = super().drains() if has_drains else {}
+        self._avoided = super().avoided() if has_avoided else []
         session.commit()  # ends the read transaction; the rows stay loaded
         session.bind = store.engine_without_transactions
 
