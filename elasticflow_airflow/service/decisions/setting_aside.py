@@ -27,6 +27,7 @@ from elasticflow_airflow.service.store.documents.submission import StoredSubmiss
 from elasticflow_airflow.service.store.stored_bounds import (
     amendment_out_of_bounds,
     course_out_of_bounds,
+    generation_out_of_bounds,
     submission_out_of_bounds,
 )
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
@@ -89,6 +90,9 @@ class BoundsCheck:
             with context.on_behalf_of(row.job_id, "reading what is known of it"):
                 self._check(row)
                 for generation in context.open_of(row):
+                    problem = generation_out_of_bounds(generation)
+                    if problem is not None:
+                        raise OutOfBoundsError(f"generation {generation.generation}: {problem}")
                     _check_placement(generation, seen.get((generation.job_id, generation.generation)))
         for amendment in context.tx.open_amendments():
             problem = amendment_out_of_bounds(amendment)

@@ -93,13 +93,14 @@ def _held_by_slow_leavers(context: PassContext) -> dict[Slot, float]:
     for row in context.rows:
         if row.terminal or row.ending:
             continue  # The scheduler knows that the job has its slots until it is over.
-        for generation in context.open_of(row):
-            since = generation.notes.leaving_at
-            if generation.state != GangState.LEAVING or since is None or context.now - since < _SLOW * grace_s:
-                continue
-            desired = context.desired(row)
-            its = set() if desired is None else set(setting_aside.slots_of(desired))  # Its own next gang waits there.
-            late_s = max(0.0, context.now - (since + 2 * grace_s))
-            until_s = since + 2 * grace_s + _LONGER_S * math.ceil(late_s / _LONGER_S)
-            found |= dict.fromkeys(set(setting_aside.slots_of(generation)) - its, until_s)
+        with context.on_behalf_of(row.job_id, "looking whether its workers leave"):
+            for generation in context.open_of(row):
+                since = generation.notes.leaving_at
+                if generation.state != GangState.LEAVING or since is None or context.now - since < _SLOW * grace_s:
+                    continue
+                desired = context.desired(row)
+                own = set() if desired is None else set(setting_aside.slots_of(desired))  # Its next gang waits there.
+                late_s = max(0.0, context.now - (since + 2 * grace_s))
+                until_s = since + 2 * grace_s + _LONGER_S * math.ceil(late_s / _LONGER_S)
+                found |= dict.fromkeys(set(setting_aside.slots_of(generation)) - own, until_s)
     return found

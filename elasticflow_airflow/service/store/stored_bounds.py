@@ -18,7 +18,7 @@ from elasticflow_airflow.runtime.protocol import Promotion
 from elasticflow_airflow.scheduler_core.model.values import JobState
 from elasticflow_airflow.service.store.documents.columns import Unreadable, readable
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
-from elasticflow_airflow.service.store.tables import AmendmentRow, IncarnationRow
+from elasticflow_airflow.service.store.tables import AmendmentRow, GenerationRow, IncarnationRow
 
 _KINDS = {OUT_OF_BOUNDS, "float_type", "int_type", "too_long"}
 """The only errors that count: an accepted submission is not given up because another version has other rules."""
@@ -97,6 +97,14 @@ def state_out_of_bounds(state: JobState) -> str | None:
         *(_named("curve", _speed_problem(size, speed)) for size, speed in speeds),
         _named("value", bounds.number_problem(job.value, bounds.LEAST_VALUE, bounds.MOST_VALUE)),
     )
+
+
+def generation_out_of_bounds(row: GenerationRow) -> str | None:
+    """Return what cannot be read, or is out of bounds, of what was noted of a generation; cheap enough for every pass."""
+    unreadable = _first(_named("notes", _unreadable(row.notes)), _named("window", _unreadable(row.window)))
+    if unreadable is not None or row.notes.leaving_at is None:
+        return unreadable
+    return _named("notes.leaving_at", bounds.time_problem(row.notes.leaving_at))
 
 
 def amendment_out_of_bounds(row: AmendmentRow) -> str | None:

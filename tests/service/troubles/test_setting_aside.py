@@ -487,6 +487,9 @@ def ask_for_everything(world, *submissions):
         (IncarnationRow, {"state": "sleeping"}),
         (IncarnationRow, {"submission": {"command": 3}}),
         (GenerationRow, {"placement": {"node0": 1}, "notes": []}),
+        (GenerationRow, {"notes": []}),
+        (GenerationRow, {"notes": {"leaving_at": 1e300}}),
+        (GenerationRow, {"window": 3}),
         (EventRow, {"data": "nothing"}),
     ],
     ids=lambda value: value.__tablename__ if isinstance(value, type) else ",".join(value),
@@ -501,6 +504,27 @@ def test_what_nobody_can_read_of_one_job_hides_no_other(pair, table, wrong):
     assert all(job.job.job_id in shown["/v1/jobs?live=true"] for job in (bad, good, late))
     world.job_service.cancel(bad.job.job_id, bad.claim, "enough")
     world.until(lambda: world.row(bad, 1).terminal, "it can be cancelled")
+    assert world.ended(good).state == world.ended(late).state == "succeeded"
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("notes", [[], {"leaving_at": "soon"}, {"leaving_at": 1e300}, {"leaving_at": -1e300}])
+def test_what_was_noted_of_a_gang_that_does_not_leave_stops_nobody(make_world, notes, restarts):
+    """All are planned around such gangs, so what cannot be read of one would be in the way of all."""
+    world = make_world(nodes=1, slots=2)
+    one = {"scaling_curve": {1: 10.0}, "max_workers": 1, "lease_s": 5000}
+    stubborn = {"steps": 10**6, "best_effort": True, "fake": {"ignores_leave": True}}
+    whenever = [world.submit(task=f"bad{number}", **stubborn, **one) for number in range(2)]
+    world.until(lambda: all(world.status(job).step > 5 for job in whenever), "both train")
+    good = world.submit(task="good", within=300, steps=200, **one)
+    world.run(5)
+    (bad,) = [job for job in whenever if world.events(job, "suspended")]
+    poison(world, bad, GenerationRow, notes=notes)
+    if restarts:
+        world.restart()
+    late = world.submit(task="late", within=1500, steps=100, **one)
+    assert late.job.verdict.decision == "admitted"
+    assert not world.reconciler.problem
     assert world.ended(good).state == world.ended(late).state == "succeeded"
 
 
