@@ -22,7 +22,7 @@ from elasticflow_airflow.service.http.parts import InsightServices
 from elasticflow_airflow.service.loop import observing
 from elasticflow_airflow.service.requests.forecasting import ForecastService
 from elasticflow_airflow.service.requests.timetable_intake import CalendarService
-from elasticflow_airflow.service.store.documents.columns import Unreadable
+from elasticflow_airflow.service.store.documents.columns import Document, Unreadable
 from elasticflow_airflow.service.store.tables import (
     AmendmentRow,
     CandidateRow,
@@ -526,6 +526,38 @@ def test_what_was_noted_of_a_gang_that_does_not_leave_stops_nobody(make_world, n
     assert late.job.verdict.decision == "admitted"
     assert not world.reconciler.problem
     assert world.ended(good).state == world.ended(late).state == "succeeded"
+
+
+DOCUMENTS = [
+    (table, column.name)
+    for table in (JobRow, IncarnationRow, GenerationRow)
+    for column in table.__table__.columns
+    if isinstance(column.type, Document)
+]
+
+
+@pytest.mark.parametrize("stand", ["train", "leave", "wait"])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_no_document_that_cannot_be_read_stops_the_others(make_world, stand, restarts):
+    """A job for each document that is stored of one; whatever they are doing, all others are decided on."""
+    world = make_world(nodes=1, slots=16)
+    one = {"scaling_curve": {1: 10.0}, "max_workers": 1, "lease_s": 5000}
+    many = {"steps": 10**6, "best_effort": True, "fake": {"ignores_leave": stand == "leave"}}
+    bad = [world.submit(task=f"{table.__tablename__}_{name}", **many, **one) for table, name in DOCUMENTS]
+    world.until(lambda: sum(world.status(job).step > 5 for job in bad) == min(16, len(bad)), "they train")
+    if stand != "train":
+        eight = {"scaling_curve": {8: 80.0}, "min_workers": 8, "max_workers": 8, "lease_s": 5000}
+        for number in range(2):
+            world.submit(task=f"big{number}", within=400, steps=4000, **eight)
+        world.run(5 if stand == "leave" else 40)
+    for job, (table, name) in zip(bad, DOCUMENTS, strict=True):
+        poison(world, job, table, **{name: 3})
+    if restarts:
+        world.restart()
+    late = world.submit(task="late", within=3000, steps=100, **one)
+    assert late.job.verdict.decision == "admitted"
+    assert not world.reconciler.problem
+    assert world.ended(late, limit_s=1500).state == "succeeded"
 
 
 @pytest.mark.parametrize("stands", ["lives", "to end", "ended"])
