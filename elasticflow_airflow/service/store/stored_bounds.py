@@ -100,7 +100,7 @@ def state_out_of_bounds(state: JobState) -> str | None:
 
 
 def generation_out_of_bounds(row: GenerationRow) -> str | None:
-    """Return what cannot be read, or is out of bounds, of what was noted of a generation; cheap enough for every pass."""
+    """Return what of a generation's documents cannot be read or is out of bounds; cheap enough for every pass."""
     unreadable = _first(_named("notes", _unreadable(row.notes)), _named("window", _unreadable(row.window)))
     if unreadable is not None or row.notes.leaving_at is None:
         return unreadable
