@@ -279,8 +279,9 @@ class Soak:
     def wait_for_decisions(self) -> None:
         """Return when this service has written its first events (they never cease here), or the time is over."""
         engine = sa.create_engine(self.database)
-        since = psutil.Process(self.service.pid).create_time()
+        since, end = psutil.Process(self.service.pid).create_time(), time.monotonic() + PATIENCE_S
         while not self.is_over:
+            assert time.monotonic() < end, f"nothing is decided: {self.service.log_file.read_text()[-3000:]}"
             with suppress(sa.exc.DBAPIError), engine.connect() as connection:  # SQLite may be locked
                 latest = sa.select(EventRow.at).order_by(EventRow.event_id.desc()).limit(1)
                 if (connection.scalar(latest) or 0.0) > since:
