@@ -1,6 +1,6 @@
 """Progress and events of a job in its task's log, in the same way in a worker, in ``dag.test()`` and in the triggerer.
 
-What was written is kept by the caller (:class:`ProgressMark`), so that no line is repeated.
+The callers (``worker_wait.py``, ``triggers.py``) keep what was written (:class:`ProgressMark`): no line is repeated.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Jobs are taken one after another; each gets the smallest level that finishes it in time in the capacity that the
 previous ones left free. Unlike in the paper, the filling pays for every start-up, change of size and tail, and needs no
 concave curve. Works on counts per block size; the slots of the gangs are chosen by
-:mod:`~elasticflow_airflow.scheduler_core.planning.seat_shares`.
+:mod:`~elasticflow_airflow.scheduler_core.planning.share_placement`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Course, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape, fill
-from elasticflow_airflow.scheduler_core.planning.seat_shares import NoPlaceError, place
+from elasticflow_airflow.scheduler_core.planning.share_placement import NoPlaceError, place
 
 
 def prove(

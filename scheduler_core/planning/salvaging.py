@@ -18,7 +18,7 @@ from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Course, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareStretch, minimum_share
 from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, prove
-from elasticflow_airflow.scheduler_core.planning.seat_shares import NoPlaceError, place
+from elasticflow_airflow.scheduler_core.planning.share_placement import NoPlaceError, place
 
 _MOST_VICTIMS = 32
 """How many newer promises may give way to an older one at first; most of them fit beside it afterwards."""

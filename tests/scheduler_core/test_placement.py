@@ -15,7 +15,7 @@ from elasticflow_airflow.scheduler_core.model.work import Course, Holding, Work
 from elasticflow_airflow.scheduler_core.planning.allocation import while_free
 from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareStretch
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
-from elasticflow_airflow.scheduler_core.planning.seat_shares import NoPlaceError, place
+from elasticflow_airflow.scheduler_core.planning.share_placement import NoPlaceError, place
 
 
 def layout_of(*sizes: int) -> Layout:
