@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 HOME = tempfile.mkdtemp(prefix="ef-deferred-")
 os.environ |= {
@@ -101,11 +102,8 @@ def noted() -> Iterator[Asked]:
         asked.answered.add(job_id)
         return status
 
-    setattr(AsyncElasticFlowClient, "renew", renew)  # noqa: B010 - the benchmark's own process
-    try:
+    with patch.object(AsyncElasticFlowClient, "renew", renew):
         yield asked
-    finally:
-        setattr(AsyncElasticFlowClient, "renew", ask)  # noqa: B010
 
 
 @dataclass(frozen=True)

@@ -230,8 +230,7 @@ class Scheduler:
                 else None
             )
         if isinstance(event, ev.JobMeasured):
-            job.settle(self._state.layout, self.config, now)
-            return self._take_measured(job, event)
+            return self._take_measured(job, event, now)
         return Reason("{job:job} reported progress", job=job.job_id) if self._hear(job, event, now, measured) else None
 
     def restore(self, states: Iterable[JobState], now: float) -> list[Decision]:
@@ -344,11 +343,9 @@ class Scheduler:
             job.hear_speed(size, steps_per_s, self.config, now, measured_s)
 
     def _measured(self, job: LiveJob, event: ev.JobMeasured, now: float) -> list[Decision]:
-        job.settle(self._state.layout, self.config, now)
         if job.phase is not Phase.PROFILING:
-            return self._decider.replan(now, self._take_measured(job, event), retry=False)
-        if event.costs is not None:
-            job.job = replace(job.job, costs=event.costs)
+            return self._decider.replan(now, self._take_measured(job, event, now), retry=False)
+        self._take_costs(job, event, now)
         if event.speed is not None:
             job.measured[event.workers] = event.speed
             job.take_measured(self.config)
@@ -357,10 +354,14 @@ class Scheduler:
         job.changed()
         return self._decider.after_measuring(job, now)
 
-    def _take_measured(self, job: LiveJob, event: ev.JobMeasured) -> Reason:
-        """Take in what was measured of a job that is not being profiled; return why to plan again."""
+    def _take_costs(self, job: LiveJob, event: ev.JobMeasured, now: float) -> None:
+        job.settle(self._state.layout, self.config, now)
         if event.costs is not None:
             job.job = replace(job.job, costs=event.costs)
+
+    def _take_measured(self, job: LiveJob, event: ev.JobMeasured, now: float) -> Reason:
+        """Take in what was measured of a job that is not being profiled; return why to plan again."""
+        self._take_costs(job, event, now)
         if event.speed is not None:
             job.learn(event.workers, event.speed, self.config)
         job.changed()

@@ -44,7 +44,7 @@ WORLD_ENV = "ELASTICFLOW_WORLD"
 """Environment variable: "rank,size" of this worker in the plan it was started for; its torchrun knows only itself."""
 
 ADDRESS_ENV = "ELASTICFLOW_ADDRESS"
-"""Environment variable: the address at which the other workers of a job can connect to this one."""
+"""Environment variable: see :func:`own_address`."""
 
 SUBMITTED_ENV = "ELASTICFLOW_SUBMITTED"
 """Environment variable: submitted settings, as JSON, of a training that is repeated alone; see SUBMITTED_FIELDS."""
@@ -314,6 +314,11 @@ class Promotion:
         """Read ``promoted.json`` of a checkpoint folder; None if nothing has been promoted yet."""
         raw = read_json(promoted_path(checkpoints))
         return None if raw is None else cls(**raw)
+
+
+def own_address() -> str:
+    """Return the address at which the other workers of a job can connect to this one."""
+    return os.environ.get(ADDRESS_ENV, "127.0.0.1")
 
 
 def session_path(incarnation_dir: Path) -> Path:

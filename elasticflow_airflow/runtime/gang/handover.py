@@ -8,7 +8,6 @@ standard library only.
 from __future__ import annotations
 
 import datetime
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 
 from elasticflow_airflow.runtime.gang.meeting_store import publish_store, wait_for_address
 from elasticflow_airflow.runtime.gang.process_group import COLLECTIVE_TIMEOUT_S, WorkerGroup
-from elasticflow_airflow.runtime.protocol import ADDRESS_ENV, Membership, meeting_path
+from elasticflow_airflow.runtime.protocol import Membership, meeting_path, own_address
 
 _POLL_S = 0.01
 _BEAT_S = 0.2
@@ -232,9 +231,8 @@ class Handover:
                 self._beats[worker] = (beat, time.monotonic())
 
     def _open_store(self) -> Any:
-        address = os.environ.get(ADDRESS_ENV, "127.0.0.1")
         limit = datetime.timedelta(seconds=_BUILD_LIMIT_S)
-        return publish_store(meeting_path(self._folder, self.generation), address, limit)
+        return publish_store(meeting_path(self._folder, self.generation), own_address(), limit)
 
     def _connect(self) -> Any:
         found = wait_for_address(meeting_path(self._folder, self.generation), self._stopped.is_set)

@@ -26,7 +26,7 @@ from elasticflow_airflow.runtime.gang.handover import JOINER_SILENCE_LIMIT_S, Ep
 from elasticflow_airflow.runtime.gang.process_group import GroupBroken, WorkerGroup
 from elasticflow_airflow.runtime.gang.transfer import StateServer, TransferError, receive
 from elasticflow_airflow.runtime.gang.watching import PlanWatcher
-from elasticflow_airflow.runtime.protocol import ADDRESS_ENV, Membership, RescaleMode
+from elasticflow_airflow.runtime.protocol import Membership, RescaleMode, own_address
 
 FIRST_MEETING_LIMIT_S = 600.0
 RECOVERY_LIMIT_S = 60.0
@@ -310,7 +310,7 @@ class GroupMember:
         stayers = len(handover.plan.members) - len(joiners)
         # After a break a known worker may be a joiner that went back before it took its place.
         serves = bool(joiners) or recovered
-        server = StateServer(registered, facts, os.environ.get(ADDRESS_ENV, "127.0.0.1")) if serves else None
+        server = StateServer(registered, facts, own_address()) if serves else None
         try:
             if handover.group is None:
                 if stayers == 0 and server is not None:

@@ -78,7 +78,9 @@ class UnitOfWork(Reader):
         self._added: dict[type[Base], list[Any]] = {}
         self._events: list[NewEvent] = []
         self._samples: list[dict[str, Any]] = []
-        self._orders: list[Callable[[], object]] = []
+        self._orders: list[tuple[sa.Executable, Sequence[dict[str, Any]] | None]] = []
+        """Statements for :meth:`commit`, and their parameters. No closures: each would refer to this object, whose rows
+        would then all wait for a garbage collection, and everything else for that."""
         self._candidates: dict[tuple[str, int], list[CandidateRow]] = {}
         self._relied_on: dict[tuple[Any, str], Any] = {}
         session.connection(execution_options=store.read_options)
@@ -188,17 +190,17 @@ class UnitOfWork(Reader):
         for job_id, values in ((row["job_id"], row) for row in rows):
             self._check(job_id, SampleRow, values)
         self._samples += rows
-        self._orders.append(lambda: self.session.execute(sa.insert(SampleRow), rows))
+        self._orders.append((sa.insert(SampleRow), rows))
 
     def thin_samples(self, job_id: str, incarnation: int, stride: int) -> None:
         """Delete the samples of an incarnation whose number is not a multiple of ``stride``."""
         which = (SampleRow.job_id == job_id, SampleRow.incarnation == incarnation, SampleRow.number % stride != 0)
-        self._orders.append(lambda: self.session.execute(sa.delete(SampleRow).where(*which)))
+        self._orders.append((sa.delete(SampleRow).where(*which), None))
 
     def forget_drain(self, node_id: str) -> None:
         """Delete the drain of a node that has gone: if the node comes back, it stays."""
         if self._drains.pop(node_id, None) is not None:
-            self._orders.append(lambda: self.session.execute(sa.delete(DrainRow).where(DrainRow.node_id == node_id)))
+            self._orders.append((sa.delete(DrainRow).where(DrainRow.node_id == node_id), None))
 
     def avoid(self, node_id: str, slot_index: int, until_at: float, reason: Reason) -> None:
         """Avoid a slot until this time (UTC seconds), also one that is avoided already."""
@@ -272,8 +274,8 @@ class UnitOfWork(Reader):
             try:
                 self._write_events()
                 self.session.flush()
-                for order in self._orders:
-                    order()
+                for statement, rows in self._orders:
+                    self.session.execute(statement, rows)
             except sa.exc.IntegrityError as error:
                 self.session.rollback()
                 if (doubled := self._doubled(new)) is None:
@@ -282,13 +284,6 @@ class UnitOfWork(Reader):
             crashpoints.point("before commit")
             self.session.commit()
         crashpoints.point("after commit")
-
-    def let_go(self) -> None:
-        """Drop what is to be written.
-
-        It refers to this object, so all loaded rows would stay until a garbage collection, in which everything waits.
-        """
-        self._orders.clear()
 
     def _doubled(self, new: Sequence[Base]) -> UnstorableError | None:
         """Find the job with a new row that exists already (its number came from a stale count), or return None."""
@@ -322,8 +317,4 @@ class UnitOfWork(Reader):
 def unit_of_work(store: Store) -> Iterator[UnitOfWork]:
     """Begin a unit of work; without a :meth:`UnitOfWork.commit` in the block, all its changes are dropped."""
     with store.sessions(autoflush=False) as session:
-        work = UnitOfWork(session, store)
-        try:
-            yield work
-        finally:
-            work.let_go()
+        yield UnitOfWork(session, store)
