@@ -365,7 +365,7 @@ def test_who_is_slower_on_a_slot_has_lost_its_workers_and_not_failed(local_bench
     bench = local_bench
     holder = {"job_id": "other", "state_dir": "/elsewhere", "pid": 7, "generation": 1}
     lock = slots.acquire(bench.base / "locks", "cpu-0", holder)
-    monkeypatch.setattr(bench.engine._manager, "check_slots", lambda wanted: None)
+    monkeypatch.setattr(bench.engine._machines, "check_slots", lambda wanted: None)
     bench.engine.apply(bench.spec(1))
     gang = bench.wait_state(1, GangState.ENDED)
     assert gang.outcome is GangOutcome.LOST

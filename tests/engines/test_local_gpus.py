@@ -175,7 +175,8 @@ def gpu_nodes(monkeypatch: pytest.MonkeyPatch, *found: Gpu) -> tuple[NodeLayout,
 def worker_envs(tmp_path: Path, nodes: tuple[NodeLayout, ...], env: dict[str, str]) -> list[dict[str, str]]:
     """What each of the workers of a gang over all slots is given."""
     manager = NodeManager(tmp_path, nodes, tmp_path / "locks", {"CUBLAS_LOGINFO_DBG": "1"})
-    return [manager.slot_env(Slot("local", index), env) for index in range(len(nodes[0].slots))]
+    facts = manager.facts("local")
+    return [facts.slot_env(Slot("local", index), env) for index in range(len(nodes[0].slots))]
 
 
 def test_a_worker_sees_the_gpu_of_its_slot_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

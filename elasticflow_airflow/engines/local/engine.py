@@ -1,4 +1,4 @@
-"""The local engine: establishes the desired state of the service on this machine, and reports the actual state.
+"""Establishes the desired state of the service on its machines by torchrun, and reports the actual state.
 
 No essential state is in memory only: gangs are recorded on disk before they are started (``records.py``), and their
 fate is recorded in the supervisors' folders. May not import Airflow, torch or the store.
@@ -22,7 +22,8 @@ from elasticflow_airflow.engines.local.files.generation_folder import StopOrder
 from elasticflow_airflow.engines.local.files.records import GangRecord, JobRecord
 from elasticflow_airflow.engines.local.machine import slots, stacks
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
-from elasticflow_airflow.engines.local.machine.processes import ProcessId
+from elasticflow_airflow.engines.local.machines import Machines, Trainer
+from elasticflow_airflow.engines.local.node_facts import layout_of
 from elasticflow_airflow.engines.local.node_manager import NodeManager
 from elasticflow_airflow.engines.local.observing import Observer, trainers_of
 from elasticflow_airflow.engines.local.starting import Starter
@@ -36,53 +37,44 @@ WARM_LIMIT_S = 20.0
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
-class LocalEngine:
-    """The engine port on this machine. Thread-safe; one object per state directory.
+class TorchrunEngine:
+    """The engine port over machines that run torchrun workers. Thread-safe; one object per state directory.
 
-    ``nodes`` defaults to what :func:`detect_nodes` finds; ``slot_lock_dir`` is shared by all services of this user.
-    ``warm_imports`` None: every job imports for itself. Otherwise a process that has imported torch and these modules
-    waits for jobs of the service's interpreter from now on, and one is kept for every other interpreter after its
-    first use. Raises EngineError when the state directory cannot be used.
+    Raises EngineError when the state directory cannot be used.
     """
 
     def __init__(
         self,
+        name: str,
         state_dir: Path,
-        nodes: Sequence[NodeLayout] | None = None,
-        slot_lock_dir: Path | None = None,
+        machines: Machines,
+        files: JobFolders,
         *,
-        environ: Mapping[str, str] | None = None,
         log_segment_bytes: int = worker_logs.SEGMENT_BYTES,
         log_segments: int = worker_logs.KEEP_SEGMENTS,
-        warm_imports: Sequence[str] | None = None,
     ) -> None:
+        self._name = name
         self._state_dir = state_dir.resolve()
         self._records_dir = self._state_dir / "engine"
-        self._files = JobFolders(state_dir / "jobs")
+        self._files = files
         self._lock = threading.RLock()
         self._asking = threading.Lock()
         self._jobs: dict[str, JobRecord] = {}
+        self._machines = machines
+        self._starter = Starter(machines, self._state_dir, (log_segment_bytes, log_segments))
+        self._observer = Observer(machines, self._save)
+        self._damaged: dict[str, str] = {}
+        """By job id: why its record cannot be read, for jobs whose gangs may still run."""
         with disk_errors(self._state_dir):
             self._records_dir.mkdir(parents=True, exist_ok=True)
-            self._manager = NodeManager(
-                self._state_dir,
-                detect_nodes() if nodes is None else nodes,
-                slot_lock_dir or slots.default_lock_dir(),
-                os.environ if environ is None else environ,
-                None if warm_imports is None else WarmPool(warm_imports, self._state_dir / "pool"),
-            )
-            self._manager.warm_pool()
-            self._starter = Starter(self._manager, self._state_dir, (log_segment_bytes, log_segments))
-            self._observer = Observer(self._manager, self._save)
-            self._damaged: dict[str, str] = {}
-            """By job id: why its record cannot be read, for jobs whose gangs may still run."""
+            machines.warm_pool()
             for path in sorted(self._records_dir.glob("*.json")):
                 self._load(path)
 
     @property
     def name(self) -> str:
         """Short name for logs."""
-        return "local"
+        return self._name
 
     @property
     def files(self) -> JobFolders:
@@ -92,14 +84,14 @@ class LocalEngine:
     # The port.
 
     def inventory(self) -> tuple[EngineNode, ...]:
-        """Return this machine's nodes; slots held by supervisors that are not on record here are busy."""
+        """Return the present nodes; slots held by supervisors that are not on record here are busy."""
         with self._lock:
-            return self._manager.inventory(self._has_gang)
+            return self._machines.inventory(self._has_gang)
 
     def latest(self, job_id: str) -> int:
         """Return the highest generation ever applied for a job; 0 when there is none."""
         with self._lock:
-            return self._jobs[job_id].latest if job_id in self._jobs else self._manager.latest(job_id)
+            return self._jobs[job_id].latest if job_id in self._jobs else self._machines.latest(job_id)
 
     def apply(self, spec: GangSpec) -> None:
         """Start, keep or replace the gang of a job (see the port)."""
@@ -107,35 +99,11 @@ class LocalEngine:
             if spec.job_id in self._damaged:
                 raise EngineError(f"{self._damaged[spec.job_id]}; its gang is still there")
             job = self._jobs.get(spec.job_id) or JobRecord(job_id=spec.job_id)
-            self._renew(job)
-            if spec.generation < job.latest:
-                return
-            gang = job.gangs.get(spec.generation)
-            if gang is None:
-                if spec.generation == job.latest:
-                    return  # It ended and was forgotten.
-                self._check(spec)
-                if spec.mode is RescaleMode.RESTART:
-                    # No worker is ordered to leave for slots that others hold.
-                    own = {slot for earlier in job.gangs.values() for slot in earlier.placement}
-                    self._manager.check_slots(slot for slot in spec.placement if slot not in own)
-                gang = self._accept(job, spec)
-            if gang.dropped or gang.told or gang.never_came:
-                return
-            if gang.in_place:
-                self._change_in_place(job, gang, spec)
-            elif gang.started:
-                self._starter.go(gang, spec)
-                self._starter.start_supervisors(gang, spec)
-            elif self._fence_is_open(job, spec):
-                self._manager.check_slots(spec.placement)
-                self._starter.warm_up(gang, spec)
-                gang.started = True
-                self._save(job)
-                self._starter.go(gang, spec)
-            else:
-                self._starter.warm_up(gang, spec)
-                self._tell_earlier(job, gang)
+            with self._published(job):
+                self._renew(job)
+                gang = self._accepted(job, spec)
+                if gang is not None and not (gang.dropped or gang.told or gang.never_came):
+                    self._advance(job, gang, spec)
 
     def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:
         """Order all workers of the job to save and leave."""
@@ -143,9 +111,9 @@ class LocalEngine:
             job = self._jobs.get(job_id)
             if job is None:
                 if job_id in self._damaged:
-                    self._manager.ask_to_leave(job_id)
+                    self._machines.ask_to_leave(job_id)
                 return
-            with as_engine_errors(self._state_dir):
+            with as_engine_errors(self._state_dir), self._published(job):
                 if self._mark_told(job, before=job.latest + 1):
                     self._save(job)
                 for gang in job.gangs.values():
@@ -157,14 +125,15 @@ class LocalEngine:
             job = self._jobs.get(job_id)
             with as_engine_errors(self._state_dir):
                 if job is not None:
-                    self._renew(job)
+                    with self._published(job):
+                        self._renew(job)
                 elif job_id in self._damaged:
-                    self._manager.renew(job_id)
+                    self._machines.renew(job_id)
 
     def observe(self) -> tuple[GangObservation, ...]:
         """Return every gang that is not forgotten, with its reports since the previous call."""
         with self._lock, disk_errors(self._state_dir):
-            self._manager.reap()
+            self._machines.reap()
             found: list[GangObservation] = []
             for _, job in sorted(self._jobs.items()):
                 # Newest first: once its members train in it, the earlier ones have ended.
@@ -188,7 +157,7 @@ class LocalEngine:
     def _follow_up(self, job: JobRecord, gangs: list[GangObservation]) -> list[GangObservation]:
         """End workers that are overdue to leave, and serve gangs that wait for others to leave."""
         troubles: list[str] = []
-        with self._trouble_of_one(troubles):
+        with self._trouble_of_one(troubles), self._published(job):
             self._end_stragglers(job)
             # After observing: only then does a new engine know which gangs train. They may go on until others are warm.
             for gang in job.gangs.values():
@@ -223,7 +192,7 @@ class LocalEngine:
                     self._save(job)
 
     def _forget_damaged(self, job_id: str) -> None:
-        if job_id in self._damaged and not self._manager.held_by(job_id):
+        if job_id in self._damaged and not self._machines.held_by(job_id):
             with as_engine_errors(self._records_dir):
                 self._put_away(self._records_dir / f"{job_id}.json")
 
@@ -250,7 +219,7 @@ class LocalEngine:
 
     def stacks(self, job_id: str) -> Mapping[str, str]:
         """Return the stacks of the trainer's threads of each live worker of a job."""
-        trainers: dict[str, tuple[ProcessId | None, Path]] = {}
+        trainers: dict[str, Trainer] = {}
         with self._lock:
             job = self._jobs.get(job_id)
             for gang in job.gangs.values() if job is not None else ():
@@ -261,14 +230,14 @@ class LocalEngine:
             raise EngineError("the stacks of other workers are being asked for; ask again in a moment")
         try:
             with as_engine_errors(self._state_dir):
-                return self._manager.stacks(trainers)
+                return self._machines.stacks(trainers)
         finally:
             self._asking.release()
 
     def close(self) -> None:
         """Release the engine; supervisors and their workers continue."""
         with self._lock:
-            self._manager.let_go()
+            self._machines.let_go()
 
     # Accepting a generation.
 
@@ -281,7 +250,7 @@ class LocalEngine:
         if len(set(spec.placement)) != len(spec.placement):
             raise EngineError(f"job {spec.job_id}: a slot is placed twice in {list(spec.placement)}")
         for slot in spec.placement:
-            self._manager.layout(slot)
+            layout_of(slot, self._machines.nodes)
         code_dir = Path(session.code_dir)
         if session.script is not None and not (code_dir / session.script).is_file():
             raise EngineError(f"script {session.script!r} is not in the code snapshot {code_dir}")
@@ -291,7 +260,38 @@ class LocalEngine:
             problem = bounds.pattern_problem(session.progress_regex)
             if problem is not None:
                 raise EngineError(f"progress_regex {problem}")
-        self._manager.check_interpreter(spec.python, spec.env)
+        self._machines.check_interpreter(spec.python, spec.env, {slot.node_id for slot in spec.placement})
+
+    def _accepted(self, job: JobRecord, spec: GangSpec) -> GangRecord | None:
+        """Return the gang of a generation, accepted now or before; None when it is stale, or ended and forgotten."""
+        if spec.generation < job.latest:
+            return None
+        gang = job.gangs.get(spec.generation)
+        if gang is not None or spec.generation == job.latest:
+            return gang
+        self._check(spec)
+        if spec.mode is RescaleMode.RESTART:
+            # No worker is ordered to leave for slots that others hold.
+            own = {slot for earlier in job.gangs.values() for slot in earlier.placement}
+            self._machines.check_slots(slot for slot in spec.placement if slot not in own)
+        return self._accept(job, spec)
+
+    def _advance(self, job: JobRecord, gang: GangRecord, spec: GangSpec) -> None:
+        """Bring a gang closer to its workers' training, as far as the earlier ones allow."""
+        if gang.in_place:
+            self._change_in_place(job, gang, spec)
+        elif gang.started:
+            self._starter.go(gang, spec)
+            self._starter.start_supervisors(gang, spec)
+        elif self._fence_is_open(job, spec):
+            self._machines.check_slots(spec.placement)
+            self._starter.warm_up(gang, spec)
+            gang.started = True
+            self._save(job)
+            self._starter.go(gang, spec)
+        else:
+            self._starter.warm_up(gang, spec)
+            self._tell_earlier(job, gang)
 
     def _accept(self, job: JobRecord, spec: GangSpec) -> GangRecord:
         gang = GangRecord(
@@ -353,7 +353,7 @@ class LocalEngine:
                 if worker_id in gang.lost:
                     earlier.folder_of(rank).order_kill([worker_id])
         if not gang.started:
-            self._manager.check_slots(slot for rank, slot in enumerate(gang.placement) if gang.is_born(rank))
+            self._machines.check_slots(slot for rank, slot in enumerate(gang.placement) if gang.is_born(rank))
             self._starter.warm_up(gang, spec)
             gang.started = True
             self._save(job)
@@ -425,7 +425,7 @@ class LocalEngine:
                 self._plan_nobody(Path(gang.incarnation_dir), plan_generation, order.reason)
                 gang.order(order)
             except (OSError, ValueError, TypeError, KeyError):
-                self._manager.ask_to_leave(job.job_id)  # A script has damaged these files.
+                self._machines.ask_to_leave(job.job_id)  # A script has damaged these files.
                 raise
 
     @staticmethod
@@ -455,13 +455,23 @@ class LocalEngine:
             return job_id in self._damaged
         return any(not self._observer.has_ended(job, gang) for gang in job.gangs.values())
 
+    @contextlib.contextmanager
+    def _published(self, job: JobRecord) -> Iterator[None]:
+        """Have what is written in this block, even if it fails, reach the machines of the job's gangs."""
+        try:
+            yield
+        finally:
+            unfinished = [gang for gang in job.gangs.values() if not self._observer.was_seen_to_end(job, gang)]
+            for folder in dict.fromkeys(gang.incarnation_dir for gang in unfinished):
+                self._machines.publish(Path(folder))
+
     def _renew(self, job: JobRecord) -> None:
         problem: OSError | None = None
         for gang in job.gangs.values():
             if not self._observer.has_ended(job, gang):
                 for folder in gang.folders.values():
                     try:
-                        folder.renew()
+                        self._machines.renew_lease(folder)
                     except OSError as error:
                         problem = error  # Renew the others anyway.
         if problem is not None:
@@ -499,3 +509,42 @@ class LocalEngine:
                 self._jobs[job.job_id] = before
             raise
         self._jobs[job.job_id] = job
+
+
+class LocalEngine(TorchrunEngine):
+    """The engine port on this machine.
+
+    ``nodes`` defaults to what :func:`detect_nodes` finds; ``slot_lock_dir`` is shared by all services of this user.
+    ``warm_imports`` None: every job imports for itself. Otherwise a process that has imported torch and these modules
+    waits for jobs of the service's interpreter from now on, and one is kept for every other interpreter after its
+    first use. Raises EngineError when the state directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        nodes: Sequence[NodeLayout] | None = None,
+        slot_lock_dir: Path | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        log_segment_bytes: int = worker_logs.SEGMENT_BYTES,
+        log_segments: int = worker_logs.KEEP_SEGMENTS,
+        warm_imports: Sequence[str] | None = None,
+    ) -> None:
+        resolved = state_dir.resolve()
+        with disk_errors(resolved):
+            manager = NodeManager(
+                resolved,
+                detect_nodes() if nodes is None else nodes,
+                slot_lock_dir or slots.default_lock_dir(),
+                os.environ if environ is None else environ,
+                None if warm_imports is None else WarmPool(warm_imports, resolved / "pool"),
+            )
+        super().__init__(
+            "local",
+            state_dir,
+            manager,
+            JobFolders(state_dir / "jobs"),
+            log_segment_bytes=log_segment_bytes,
+            log_segments=log_segments,
+        )

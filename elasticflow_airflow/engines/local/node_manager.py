@@ -1,8 +1,4 @@
-"""Manages what runs on one machine: what only the machine itself can do or see.
-
-The engine decides, and writes what is to be: records, membership, orders, verdicts. What needs the machine's own
-kernel (its processes, the locks of its slots, its interpreters) is asked of its :class:`NodeManager`.
-"""
+"""Manages what runs on one machine: what only the machine itself can do or see (see ``machines.py``)."""
 
 from __future__ import annotations
 
@@ -17,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from elasticflow_airflow.engines.local.bridge import prepare_bridge
-from elasticflow_airflow.engines.local.environment import inherited, worker_environment
+from elasticflow_airflow.engines.local.environment import inherited
 from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder
 from elasticflow_airflow.engines.local.machine import slots, stacks
 from elasticflow_airflow.engines.local.machine.interpreter import InterpreterCheck
-from elasticflow_airflow.engines.local.machine.layout import NodeLayout, SlotLayout
+from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.processes import ProcessId, group_led_by
+from elasticflow_airflow.engines.local.machines import Trainer
+from elasticflow_airflow.engines.local.node_facts import NodeFacts, layout_of, threads_env
 from elasticflow_airflow.engines.local.workers.supervisor import EXIT_NOT_NEEDED
 from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
 from elasticflow_airflow.engines.port import EngineError, EngineNode, SlotsHeldError
-from elasticflow_airflow.runtime.protocol import ADDRESS_ENV
 from elasticflow_airflow.scheduler_core.model.values import Slot
-
-_ON_GPUS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Defaults for GPU workers: matrix products are deterministic."""
 
 
 class NodeManager:
@@ -48,67 +42,71 @@ class NodeManager:
         pool: WarmPool | None = None,
     ) -> None:
         slots.prepare_lock_dir(lock_dir)
-        self.nodes = {node.node_id: node for node in nodes}
-        self._state_dir, self.lock_dir, self._environ = state_dir, lock_dir, dict(environ)
-        self._bridge = prepare_bridge(state_dir)
+        self._nodes = {node.node_id: node for node in nodes}
+        self._state_dir, self._lock_dir = state_dir, lock_dir
+        self._facts = NodeFacts(
+            nodes=tuple(nodes),
+            state_dir=str(state_dir),
+            lock_dir=str(lock_dir),
+            python=sys.executable,
+            bridge=str(prepare_bridge(state_dir)),
+            environ=inherited(environ),
+        )
         self._interpreters = InterpreterCheck()
         self._pool = pool
         self._supervisors: dict[Path, subprocess.Popen[bytes]] = {}
 
-    # -- slots ------------------------------------------------------------------------------------------------------
+    @property
+    def nodes(self) -> Mapping[str, NodeLayout]:
+        """Its nodes."""
+        return self._nodes
 
-    def layout(self, slot: Slot) -> SlotLayout:
-        """Return the slot's lock, cores and device. Raises EngineError when there is no such slot."""
-        node = self.nodes.get(slot.node_id)
-        if node is None or not 0 <= slot.index < len(node.slots):
-            there = ", ".join(f"{n.node_id} ({len(n.slots)} slots)" for n in self.nodes.values())
-            raise EngineError(f"there is no slot {slot.node_id}:{slot.index}; there are {there}")
-        return node.slots[slot.index]
+    def facts(self, node_id: str = "") -> NodeFacts:  # noqa: ARG002  (the same for all)
+        """Return what is constant here."""
+        return self._facts
+
+    def clock_offset_s(self, node_id: str) -> float:  # noqa: ARG002
+        """Return 0: there is one clock."""
+        return 0.0
 
     def inventory(self, has_gang: Callable[[str], bool]) -> tuple[EngineNode, ...]:
         """See :func:`look_at_nodes`."""
-        return look_at_nodes(self.nodes.values(), self.lock_dir, self._state_dir, has_gang)
+        return look_at_nodes(self._nodes.values(), self._lock_dir, self._state_dir, has_gang)
 
     def check_slots(self, wanted: Iterable[Slot]) -> None:
         """Raise SlotsHeldError when any of the slots is held."""
-        holders = {slot: slots.holder_of(self.lock_dir, self.layout(slot).lock_name) for slot in wanted}
+        holders = {slot: self.holder(slot) for slot in wanted}
         held = {slot: slots.describe(holder) for slot, holder in holders.items() if holder is not None}
         if held:
             raise SlotsHeldError(held)
 
-    # -- environment ------------------------------------------------------------------------------------------------
-
-    def worker_env(self, job_env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of all workers of a job, without secrets."""
-        return worker_environment(self._environ, job_env, str(self._bridge))
-
-    def slot_env(self, slot: Slot, job_env: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that bind a worker to its slot and node. What the user sets of them is kept."""
-        layout, node = self.layout(slot), self.nodes[slot.node_id]
-        defaults = {**_threads_of(layout), "GLOO_SOCKET_IFNAME": node.interface}
-        env = {name: value for name, value in defaults.items() if name not in job_env}
-        env[ADDRESS_ENV] = node.address
-        env["ELASTICFLOW_CORES"] = ",".join(map(str, layout.cores))
-        # Only its own device: the devices of a job change while it trains, a script that uses every visible device
-        # would use another worker's, and NCCL can copy between devices that a process does not see (since CUDA 10.1).
-        env["CUDA_VISIBLE_DEVICES"] = layout.gpu or ""
-        if layout.gpu:
-            said = job_env.keys() | self._environ.keys()
-            on_gpus = {**_ON_GPUS, "NCCL_SOCKET_IFNAME": node.interface}
-            env |= {name: value for name, value in on_gpus.items() if name not in said}
-        return env
-
-    def check_interpreter(self, python: str, job_env: Mapping[str, str]) -> None:
+    def check_interpreter(
+        self,
+        python: str,
+        job_env: Mapping[str, str],
+        node_ids: Iterable[str] = (),  # noqa: ARG002  (there is one machine)
+    ) -> None:
         """Raise EngineError when workers cannot be started with this interpreter."""
-        self._interpreters.check(python, self.worker_env(job_env))
+        self._interpreters.check(python, self._facts.worker_env(job_env))
+
+    def holder(self, slot: Slot) -> dict[str, Any] | None:
+        """Return the holder of a slot, as it has described itself; None when the slot is free."""
+        return slots.holder_of(self._lock_dir, layout_of(slot, self._nodes).lock_name)
+
+    def publish(self, incarnation_dir: Path) -> None:
+        """Do nothing: the engine and the workers have the same folder."""
+
+    def renew_lease(self, folder: SupervisorFolder) -> None:
+        """Touch the lease."""
+        folder.renew()
 
     # -- supervisors ------------------------------------------------------------------------------------------------
 
     def warm_pool(self) -> None:
         """Warm up the pool for the most common jobs: the service's interpreter and default environment."""
-        slot = next((slot for node in self.nodes.values() for slot in node.slots), None)
+        slot = next((slot for node in self._nodes.values() for slot in node.slots), None)
         if self._pool is not None and slot is not None:
-            self._pool.warm(sys.executable, self.worker_env({}) | _threads_of(slot))
+            self._pool.warm(sys.executable, self._facts.worker_env({}) | threads_env(slot))
 
     def spawn(self, node_id: str, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> None:
         """Start the supervisor of a node, unless it is coming up. Raises EngineError if it did not come up before."""
@@ -144,7 +142,7 @@ class NodeManager:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder.path,
-                env={**inherited(self._environ), "PYTHONPATH": str(self._bridge)},
+                env={**self._facts.environ, "PYTHONPATH": self._facts.bridge},
                 pass_fds=channel,
                 start_new_session=True,
             )
@@ -177,14 +175,14 @@ class NodeManager:
 
     # -- processes --------------------------------------------------------------------------------------------------
 
-    def is_alive(self, process: ProcessId | None) -> bool:
-        """Return whether a process exists that is this very one."""
-        return process is not None and process.is_alive()
+    def is_alive(self, folder: SupervisorFolder, status: Status) -> bool:  # noqa: ARG002  (its pid says it)
+        """Return whether the process exists that wrote this status."""
+        return status.supervisor is not None and status.supervisor.is_alive()
 
-    def end_leftovers(self, statuses: Iterable[Status | None]) -> bool:
+    def end_leftovers(self, supervisors: Iterable[tuple[SupervisorFolder, Status | None]]) -> bool:
         """Kill leftover processes of dead supervisors; True if there were any. Nearly always the kernel did before."""
         left = False
-        for status in statuses:
+        for _, status in supervisors:
             for worker in status.workers.values() if status is not None else ():
                 processes = [worker.agent] if worker.agent is not None and worker.agent.is_alive() else []
                 if worker.trainer is not None:
@@ -194,9 +192,9 @@ class NodeManager:
                     left = True
         return left
 
-    def stacks(self, trainers: Mapping[str, tuple[ProcessId | None, Path]]) -> Mapping[str, str]:
+    def stacks(self, trainers: Mapping[str, Trainer]) -> Mapping[str, str]:
         """Return the stacks of the threads of these trainers, by worker id; may be called without the engine's lock."""
-        return stacks.ask(trainers)
+        return stacks.ask({worker: (trainer.process, trainer.stacks_file) for worker, trainer in trainers.items()})
 
     # -- gangs whose files cannot be read ---------------------------------------------------------------------------
     # A supervisor holds the locks of its slots for as long as its workers may be alive; it works in its own folder.
@@ -204,10 +202,10 @@ class NodeManager:
     def held_by(self, job_id: str, wanted: Sequence[Slot] | None = None) -> dict[Slot, dict[str, Any]]:
         """Return the slots (of ``wanted``, if given) that a job's supervisors hold, with each lock's holder entry."""
         found = {}
-        for node in self.nodes.values():
-            for index, layout in enumerate(node.slots):
+        for node in self._nodes.values():
+            for index in range(len(node.slots)):
                 slot = Slot(node.node_id, index)
-                holder = slots.holder_of(self.lock_dir, layout.lock_name) if wanted is None or slot in wanted else None
+                holder = self.holder(slot) if wanted is None or slot in wanted else None
                 if holder and holder.get("job_id") == job_id and holder.get("state_dir") == str(self._state_dir):
                     found[slot] = holder
         return found
@@ -247,37 +245,33 @@ class NodeManager:
 def look_at_nodes(
     nodes: Iterable[NodeLayout], lock_dir: Path, state_dir: Path, has_gang: Callable[[str], bool] = lambda _: True
 ) -> tuple[EngineNode, ...]:
-    """Return the nodes to offer; slots held by supervisors of a service in another state directory are busy.
+    """Return this machine's nodes to offer (see :func:`offer`)."""
+    return tuple(
+        offer(node, [slots.holder_of(lock_dir, slot.lock_name) for slot in node.slots], str(state_dir), has_gang)
+        for node in nodes
+    )
+
+
+def offer(
+    node: NodeLayout, holders: Sequence[Mapping[str, Any] | None], state_dir: str, has_gang: Callable[[str], bool]
+) -> EngineNode:
+    """Return a node to offer; slots held by supervisors of a service in another state directory are busy.
 
     ``has_gang`` tells whether the service in this directory has a gang of a job on record. Slots held by other
     supervisors of this directory are left over from a lost state, and are busy, too.
     """
-    found = []
-    for node in nodes:
-        busy = {}
-        for index, slot in enumerate(node.slots):
-            holder = slots.holder_of(lock_dir, slot.lock_name)
-            if holder is not None and holder.get("state_dir") != str(state_dir):
-                busy[index] = slots.describe(holder)
-            elif holder is not None and not has_gang(str(holder.get("job_id"))):
-                busy[index] = (
-                    f"{slots.describe(holder)}, which has no record of it: it leaves by itself when its lease ends, or"
-                    f" now with kill {holder.get('pid')}"
-                )
-        found.append(
-            EngineNode(
-                node_id=node.node_id,
-                slots=len(node.slots),
-                device=node.device,
-                device_type=node.device_type,
-                busy=busy,
+    busy = {}
+    for index, holder in enumerate(holders):
+        if holder is not None and holder.get("state_dir") != state_dir:
+            busy[index] = slots.describe(holder)
+        elif holder is not None and not has_gang(str(holder.get("job_id"))):
+            busy[index] = (
+                f"{slots.describe(holder)}, which has no record of it: it leaves by itself when its lease ends, or"
+                f" now with kill {holder.get('pid')}"
             )
-        )
-    return tuple(found)
-
-
-def _threads_of(layout: SlotLayout) -> dict[str, str]:
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(layout.threads))
+    return EngineNode(
+        node_id=node.node_id, slots=len(node.slots), device=node.device, device_type=node.device_type, busy=busy
+    )
 
 
 def _folder_of(pid: int) -> SupervisorFolder | None:

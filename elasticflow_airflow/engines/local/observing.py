@@ -22,8 +22,7 @@ from elasticflow_airflow.engines.local.gang_state import (
     judge_ended,
     judge_living,
 )
-from elasticflow_airflow.engines.local.machine.processes import ProcessId
-from elasticflow_airflow.engines.local.node_manager import NodeManager
+from elasticflow_airflow.engines.local.machines import Machines, Trainer
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
 from elasticflow_airflow.runtime.protocol import Report, read_some_reports, report_path, stacks_path
 from elasticflow_airflow.scheduler_core.model.values import Slot
@@ -37,8 +36,8 @@ START_LIMIT_S = 30.0
 class Observer:
     """Observes gangs; ``save`` stores a changed record."""
 
-    def __init__(self, manager: NodeManager, save: Callable[[JobRecord], None]) -> None:
-        self._manager, self._save = manager, save
+    def __init__(self, machines: Machines, save: Callable[[JobRecord], None]) -> None:
+        self._machines, self._save = machines, save
         self._last: dict[tuple[str, int], GangObservation] = {}
         """Last observations of gangs that have not ended, without the reports."""
         self._were_held: set[tuple[str, int]] = set()
@@ -139,7 +138,7 @@ class Observer:
                 workers=unseen_workers(held),
                 trouble=trouble,
             )
-            for incarnation, generation, held in self._manager.running(job_id)
+            for incarnation, generation, held in self._machines.running(job_id)
         ]
 
     def _is_there(self, job: JobRecord, gang: GangRecord) -> bool:
@@ -147,10 +146,10 @@ class Observer:
         key = (job.job_id, gang.generation)
         if gang.dropped or gang.never_came:
             return False
-        if self._manager.held_by(job.job_id, gang.placement):
+        if self._machines.held_by(job.job_id, gang.placement):
             self._were_held.add(key)
             return True
-        coming = any(self._manager.is_coming_up(folder) for folder in gang.folders.values())
+        coming = any(self._machines.is_coming_up(folder) for folder in gang.folders.values())
         return coming or (key not in self._were_held and not self.elapsed(job, gang, "unread", START_LIMIT_S))
 
     def successor(self, job: JobRecord, gang: GangRecord) -> GangRecord | None:
@@ -165,9 +164,13 @@ class Observer:
         heard = self._heard.get((job.job_id, gang.generation))
         return gang.plain or (heard is not None and bool(heard.started))
 
+    def was_seen_to_end(self, job: JobRecord, gang: GangRecord) -> bool:
+        """Return whether an observation has told the gang's end; looks at nothing."""
+        return (job.job_id, gang.generation) in self._ended
+
     def has_ended(self, job: JobRecord, gang: GangRecord) -> bool:
         """Return whether a gang has no process left and none will be started."""
-        if (job.job_id, gang.generation) in self._ended:
+        if self.was_seen_to_end(job, gang):
             return True
         try:
             return self._end_of(job, gang, read_statuses(gang)) is not None
@@ -175,9 +178,12 @@ class Observer:
             return not self._is_there(job, gang)
 
     def _end_of(
-        self, job: JobRecord, gang: GangRecord, statuses: Mapping[str, Status | None]
+        self, job: JobRecord, gang: GangRecord, statuses: dict[str, Status | None]
     ) -> GangVerdict | list[str] | None:
-        """Return None while a process is left; otherwise the lost nodes, or a verdict that is certain already."""
+        """Return None while a process is left; otherwise the lost nodes, or a verdict that is certain already.
+
+        Replaces a status by the last one, if that was written meanwhile.
+        """
         if gang.dropped:
             return GangVerdict(GangState.ENDED, GangOutcome.STOPPED)
         if gang.never_came:
@@ -196,24 +202,29 @@ class Observer:
             if status is None:
                 waiting.append(node_id)
             elif not status.ended:
-                alive = self._manager.is_alive(status.supervisor)
+                alive = self._machines.is_alive(gang.folders[node_id], status)
                 (waiting if alive else lost).append(node_id)
         # Reread the status of lost supervisors: one may have written its final status after the first read.
-        lost = [n for n in lost if (again := gang.folders[n].read_status()) is None or not again.ended]
+        for node_id in list(lost):
+            again = gang.folders[node_id].read_status()
+            if again is not None and again.ended:
+                lost.remove(node_id)
+                statuses[node_id] = _of_members(again, gang)
+        dead = [(gang.folders[node_id], statuses[node_id]) for node_id in lost]
         if lost and waiting and gang.capable:
-            self._manager.end_leftovers(statuses[node_id] for node_id in lost)  # the others continue without them
+            self._machines.end_leftovers(dead)  # the others continue without them
         elif lost and waiting:
             gang.order(StopOrder(0.0, f"the supervisor on {lost[0]} died", kill=True))
         if not lost and waiting and all(statuses[node_id] is None for node_id in waiting):
             return self._given_up(job, gang, waiting)
-        if waiting or self._manager.end_leftovers(statuses[node_id] for node_id in lost):
+        if waiting or self._machines.end_leftovers(dead):
             return None
         return lost
 
     def _given_up(self, job: JobRecord, gang: GangRecord, waiting: list[str]) -> GangVerdict | None:
         """Judge supervisors that never wrote anything: the service may have crashed before it started them."""
         for node_id in waiting:
-            if self._manager.is_coming_up(gang.folders[node_id]):
+            if self._machines.is_coming_up(gang.folders[node_id]):
                 return None
             if not self.elapsed(job, gang, f"start {node_id}", START_LIMIT_S):
                 return None
@@ -250,15 +261,24 @@ class Observer:
     ) -> tuple[WorkerObservation, ...]:
         """Return each member as given by the statuses. The kernel kills the workers of a supervisor that has died."""
         statuses = read_statuses(gang) if statuses is None else statuses
-        known = {w: (worker, status) for status in statuses.values() if status for w, worker in status.workers.items()}
+        folders = gang.folders
+        orphaned = {
+            key
+            for key, status in statuses.items()
+            if status is not None and not status.ended and not self._machines.is_alive(folders[key], status)
+        }
+        known = {
+            worker_id: (worker, key in orphaned)
+            for key, status in statuses.items()
+            for worker_id, worker in (status.workers.items() if status is not None else ())
+        }
         found = []
         for rank, slot in enumerate(gang.placement):
             worker_id = gang.worker_id(rank)
-            worker, status = known.get(worker_id, (None, None))
+            worker, is_orphaned = known.get(worker_id, (None, False))
             trainer = worker.trainer if worker is not None else None
             exit_code = worker.exit_code if worker is not None else None
-            orphaned = status is not None and not self._manager.is_alive(status.supervisor)
-            if status is not None and worker is not None and not worker.ended and orphaned and not status.ended:
+            if worker is not None and not worker.ended and is_orphaned:
                 exit_code = -signal.SIGKILL
             lives = worker is not None and not worker.ended and exit_code is None
             found.append(
@@ -280,8 +300,10 @@ class Observer:
             key = (job.job_id, gang.generation, member.worker_id)
             path = report_path(Path(gang.incarnation_dir), gang.generation, member.worker_id)
             found, offsets[key] = read_some_reports(path, self._offsets.get(key, 0))
+            offset_s = self._machines.clock_offset_s(member.node_id)
             # A script can write anything into its own file.
-            streams.append([report for report, _ in found if report.worker_id == member.worker_id])
+            own = [report for report, _ in found if report.worker_id == member.worker_id]
+            streams.append([replace(report, at_s=report.at_s + offset_s) for report in own] if offset_s else own)
         self._offsets |= offsets
         return tuple(heapq.merge(*streams, key=lambda report: report.at_s))
 
@@ -332,13 +354,13 @@ def _of_members(status: Status, gang: GangRecord) -> Status:
     )
 
 
-def trainers_of(gang: GangRecord) -> dict[str, tuple[ProcessId | None, Path]]:
-    """Return the trainer (None before it starts) and the stacks file of each member that has not ended."""
+def trainers_of(gang: GangRecord) -> dict[str, Trainer]:
+    """Return the trainer of each member that has not ended."""
     known = {w: worker for status in read_statuses(gang).values() if status for w, worker in status.workers.items()}
-    found: dict[str, tuple[ProcessId | None, Path]] = {}
-    for worker_id in gang.worker_ids:
-        worker = known.get(worker_id)
+    found: dict[str, Trainer] = {}
+    for member in gang.members:
+        worker = known.get(member.worker_id)
         if worker is None or not worker.ended:
-            path = stacks_path(Path(gang.incarnation_dir), worker_id)
-            found[worker_id] = (None if worker is None else worker.trainer, path)
+            path = stacks_path(Path(gang.incarnation_dir), member.worker_id)
+            found[member.worker_id] = Trainer(member.node_id, None if worker is None else worker.trainer, path)
     return found

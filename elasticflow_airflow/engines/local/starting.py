@@ -5,20 +5,21 @@ Part of the local engine; knows nothing about earlier or later generations.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorSpec, WorkerSpec
 from elasticflow_airflow.engines.local.files.records import GangRecord
-from elasticflow_airflow.engines.local.node_manager import NodeManager
+from elasticflow_airflow.engines.local.machines import Machines
 from elasticflow_airflow.engines.port import GangSpec
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 
 
 class Starter:
-    """Writes the files of a generation, and has the machine's manager start its supervisors."""
+    """Writes the files of a generation, and has the machines start its supervisors."""
 
-    def __init__(self, manager: NodeManager, state_dir: Path, log_limits: tuple[int, int]) -> None:
-        self._manager, self._state_dir, self._log_limits = manager, state_dir, log_limits
+    def __init__(self, machines: Machines, state_dir: Path, log_limits: tuple[int, int]) -> None:
+        self._machines, self._state_dir, self._log_limits = machines, state_dir, log_limits
 
     def warm_up(self, gang: GangRecord, spec: GangSpec) -> None:
         """Start supervisors that do the imports and then wait: the previous generation may still train."""
@@ -52,17 +53,19 @@ class Starter:
         for node_id in gang.nodes:
             folder = gang.folder(node_id)
             if folder.read_status() is None:
-                self._manager.spawn(node_id, folder, spec.secret_env)
+                self._machines.spawn(node_id, folder, spec.secret_env)
 
     def _supervisor_spec(self, gang: GangRecord, spec: GangSpec, node_id: str) -> SupervisorSpec:
+        facts = self._machines.facts(node_id)
+        node = facts.node(node_id)
         workers = tuple(
             WorkerSpec(
                 worker_id=gang.worker_id(rank),
                 rank=rank,
                 slot_index=slot.index,
-                lock_name=self._manager.layout(slot).lock_name,
-                env=self._manager.slot_env(slot, spec.env),
-                fork_trainer=self._manager.layout(slot).gpu is None,
+                lock_name=node.slots[slot.index].lock_name,
+                env=facts.slot_env(slot, spec.env),
+                fork_trainer=node.slots[slot.index].gpu is None,
             )
             for rank, slot in enumerate(spec.placement)
             if slot.node_id == node_id and gang.is_born(rank)
@@ -74,15 +77,17 @@ class Starter:
             chain=gang.chain or spec.generation,
             node_id=node_id,
             world_size=len(spec.placement),
-            incarnation_dir=str(spec.incarnation_dir),
-            state_dir=str(self._state_dir),
-            lock_dir=str(self._manager.lock_dir),
-            python=spec.python,
-            env=self._manager.worker_env(spec.env),
+            incarnation_dir=facts.path_here(spec.incarnation_dir, self._state_dir),
+            state_dir=facts.state_dir,
+            lock_dir=facts.lock_dir,
+            # The service's own interpreter, which is the default, may be another one there.
+            python=facts.python if spec.python == sys.executable else spec.python,
+            env=facts.worker_env(spec.env),
             workers=workers,
             lease_s=spec.lease_s,
             grace_s=spec.grace_s,
-            address=self._manager.nodes[node_id].address,
+            address=node.address,
+            code_dir=facts.path_here(Path(spec.session.code_dir), self._state_dir),
             progress_regex=spec.session.progress_regex,
             progress_file=spec.session.progress_file,
             log_segment_bytes=self._log_limits[0],

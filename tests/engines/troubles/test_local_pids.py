@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elasticflow_airflow.engines.local.files.generation_folder import Status, WorkerStatus
+from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder, WorkerStatus
 from elasticflow_airflow.engines.local.machine.layout import detect_nodes
 from elasticflow_airflow.engines.local.machine.processes import ProcessId, group_led_by
 from elasticflow_airflow.engines.local.node_manager import NodeManager
@@ -110,12 +110,13 @@ def test_what_a_dead_supervisor_left_is_ended_and_nobody_else(
             "g000001-r001": WorkerStatus(rank=1, agent=before, trainer=trainer),
         },
     )
-    assert manager.end_leftovers([status])
+    found = [(SupervisorFolder(tmp_path), status)]
+    assert manager.end_leftovers(found)
     assert stranger.is_alive()
     assert strangers_child.is_alive()
     while trainer.is_alive() or loader.is_alive():
-        manager.end_leftovers([status])
-    assert not manager.end_leftovers([status])
+        manager.end_leftovers(found)
+    assert not manager.end_leftovers(found)
 
 
 def test_a_service_that_comes_back_takes_nobody_for_its_supervisor(

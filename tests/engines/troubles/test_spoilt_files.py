@@ -163,7 +163,7 @@ def test_others_are_observed_whatever_a_script_makes_of_its_files(
 @pytest.mark.parametrize("name", ["status", "order", "membership", "reports"])
 def test_a_job_that_has_spoilt_its_files_can_be_stopped(running: LocalBench, name: str) -> None:
     make(place_of(running, name), "folder")
-    running.wait(lambda _: _stop(running) or not running.engine._manager.held_by("job"), "its supervisor leaves")  # type: ignore[attr-defined]
+    running.wait(lambda _: _stop(running) or not running.engine._machines.held_by("job"), "its supervisor leaves")  # type: ignore[attr-defined]
     running.wait(lambda gangs: gangs[1].state is GangState.ENDED, "its end is seen")
     assert running.look("other")[1].state is GangState.RUNNING
 

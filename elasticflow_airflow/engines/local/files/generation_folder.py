@@ -69,6 +69,7 @@ class SupervisorSpec:
     chain: int
     """The first generation of the chain of changes in place to which this one belongs."""
     address: str = "127.0.0.1"
+    code_dir: str = ""
     progress_regex: str | None = None
     progress_file: str | None = None
     log_segment_bytes: int

@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def holder_of(lock_dir: Path, lock_name: str) -> dict[str, Any] | None:
         return None
 
 
-def describe(holder: dict[str, Any]) -> str:
+def describe(holder: Mapping[str, Any]) -> str:
     """Return a phrase that names the holder."""
     if not {"job_id", "state_dir", "pid"} <= holder.keys():
         return "another process (its lock file does not say which)"

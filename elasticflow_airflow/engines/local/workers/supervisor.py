@@ -139,6 +139,7 @@ class Supervisor:
     def _lock_slots(self) -> None:
         holder = {
             "job_id": self._spec.job_id,
+            "incarnation": self._spec.incarnation,
             "generation": self._spec.generation,
             "state_dir": self._spec.state_dir,
             "pid": os.getpid(),
