@@ -69,6 +69,7 @@ NAVIGATION = {
         "how-to/*",
         # The cluster
         "how-to/run-the-service",
+        "how-to/several-machines",
         "how-to/deploy",
         "how-to/monitor",
         "how-to/watch-the-cluster",

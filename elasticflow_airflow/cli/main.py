@@ -11,7 +11,7 @@ from rich.console import Console
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.api import State
-from elasticflow_airflow.cli import amend, capacity, doctor, forecast, logs, reproduce, submit
+from elasticflow_airflow.cli import amend, capacity, doctor, forecast, logs, node, reproduce, submit
 from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client
 from elasticflow_airflow.cli.simulator import simulate, synthesize
 from elasticflow_airflow.cli.unowned import SILENT
@@ -36,6 +36,7 @@ app.command()(reproduce.reproduce)
 app.command()(amend.amend)
 app.command()(amend.cancel)
 app.command()(doctor.doctor)
+app.command()(node.node)
 
 
 def _print(*lines: object) -> None:

@@ -25,8 +25,9 @@ from sqlalchemy import Connection
 from elasticflow_airflow import __version__
 from elasticflow_airflow.api import ServiceCard
 from elasticflow_airflow.api.service_card import LOCK_FILE
-from elasticflow_airflow.engines.port import Engine
+from elasticflow_airflow.engines.port import Engine, EngineError
 from elasticflow_airflow.service.decisions.session_settings import trained_with
+from elasticflow_airflow.service.engine_choice import open_engine
 from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.http.connections import HEAD_LIMIT_BYTES, BoundedConnection
 from elasticflow_airflow.service.http.parts import InsightServices, ServiceParts, Traffic
@@ -54,7 +55,6 @@ _SWITCH_S = 0.001
 """The loop may compute for seconds when many jobs come; other threads then get their turn five times as often."""
 _COLLECT = (50_000, 20, 50)
 """Plans are many small objects without cycles: garbage collection runs less often, so that nothing waits for it."""
-_FAKE_NODES = (1, 4)
 
 log = structlog.get_logger()
 
@@ -112,7 +112,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         with _explained(settings):
             refuse_emptied(settings.store_url(), settings.state_dir)
             ownership = owning.enter_context(own(settings.store_url(), card.owner))
-        engine = open_engine(settings)
+        engine = _open_engine(settings)
         with _explained(settings):
             parts, reconciler, candidates = assemble(settings, engine, notifier, check=ownership.check)
             traces = traces_from_environment()
@@ -249,26 +249,11 @@ class _OrderlyServer(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def open_engine(settings: ServiceSettings) -> Engine:
-    """Create the engine that the settings name. Raises CannotServeError."""
-    if settings.engine == "fake":
-        from elasticflow_airflow.engines.fake.engine import FakeEngine, fake_nodes
-
-        nodes, slots = settings.node_shape() or (_FAKE_NODES[0], settings.slots or _FAKE_NODES[1])
-        return FakeEngine(
-            fake_nodes(nodes, slots), settings.state_dir / "jobs", state_file=settings.state_dir / "fake-engine.json"
-        )
-    from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
-    from elasticflow_airflow.engines.port import EngineError
-
+def _open_engine(settings: ServiceSettings) -> Engine:
     try:
-        layout = detect_nodes(slots=settings.slots, virtual_nodes=settings.virtual_nodes)
-        warm = settings.warm_modules()
-        return LocalEngine(settings.state_dir, layout, settings.slot_lock_dir, warm_imports=warm)
-    except (ValueError, EngineError) as error:
+        return open_engine(settings)
+    except EngineError as error:
         raise CannotServeError(str(error)) from error
-    except OSError as error:
-        raise CannotServeError(f"the engine cannot use {settings.state_dir}: {error}. Free space there.") from error
 
 
 def _token_for(settings: ServiceSettings, embedded: bool) -> str | None:

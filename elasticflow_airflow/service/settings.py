@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SCHEDULER_NAME = "elasticflow"
 """The only scheduler of the service, by its name among the policies of the simulator."""
+_NODE_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -40,7 +41,18 @@ class ServiceSettings(BaseSettings):
     database_url: SecretStr | None = None
     """SQLAlchemy URL; default: SQLite in the state directory."""
 
-    engine: Literal["local", "fake"] = "local"
+    engine: Literal["local", "cluster", "fake"] = "local"
+    """Where workers run: on this machine, or on the machines of ``nodes``."""
+    nodes: str | None = None
+    """``"http://10.0.0.2:8322,http://10.0.0.3:8322"``: the agents of a cluster's machines (``elasticflow node``)."""
+    shared_dir: Path | None = None
+    """Folder for checkpoints that this machine and all nodes share; needed for a cluster."""
+    node_token: SecretStr | None = None
+    """The token that the service and its node agents share; it also encrypts the jobs' secrets on the way."""
+    node_token_file: Path | None = None
+    suspicion_s: float = Field(default=5.0, ge=2.0)
+    """A node that has not answered for this time is given up: its jobs go on without it. Shorter: sooner, but a short
+    interruption of the network then costs the node's workers."""
     slots: int | None = Field(default=None, ge=1)
     """CPU slots of this machine; default: its GPUs, or min(cores, 4)."""
     virtual_nodes: str | None = None
@@ -145,7 +157,7 @@ class ServiceSettings(BaseSettings):
     verdict_wait_s: float = Field(default=10.0, gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("state_dir", "token_file", "metrics_token_file", "slot_lock_dir")
+    @field_validator("state_dir", "token_file", "metrics_token_file", "slot_lock_dir", "shared_dir", "node_token_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
@@ -155,6 +167,17 @@ class ServiceSettings(BaseSettings):
     def _nodes_by_slots(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}", value):
             raise ValueError(f'virtual_nodes={value!r}: write nodes x slots, such as "4x2"')
+        return value
+
+    @field_validator("nodes")
+    @classmethod
+    def _urls(cls, value: str | None) -> str | None:
+        wrong = [url for url in _listed(value) if not _NODE_URL.fullmatch(url)]
+        if wrong:
+            raise ValueError(f'{wrong[0]!r} is no address of a node; write "http://HOST:PORT", separated by commas')
+        twice = [url for url in _listed(value) if _listed(value).count(url) > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} is named twice")
         return value
 
     @field_validator("policy")
@@ -195,6 +218,14 @@ class ServiceSettings(BaseSettings):
         """Return the modules that the warm pool imports; None if there is no warm pool."""
         names = tuple(name.strip() for name in (self.warm_imports or "").split(",") if name.strip())
         return names or None
+
+    def node_urls(self) -> list[str]:
+        """Return the addresses of the node agents."""
+        return _listed(self.nodes)
+
+    def read_node_token(self) -> str | None:
+        """Return the token of the node agents. Raises ValueError when its file holds none."""
+        return _token(self.node_token, self.node_token_file)
 
     def node_shape(self) -> tuple[int, int] | None:
         """Return (nodes, slots per node) from ``virtual_nodes``, or None."""
@@ -242,6 +273,10 @@ def _token(given: SecretStr | None, file: Path | None) -> str | None:
     if not token:
         raise ValueError(f"the token file {file} is empty: write a long random text into it")
     return token
+
+
+def _listed(text: str | None) -> list[str]:
+    return [word.strip().rstrip("/") for word in (text or "").split(",") if word.strip()]
 
 
 def _default_state_dir() -> Path:

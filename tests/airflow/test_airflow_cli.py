@@ -18,7 +18,7 @@ from typer.main import get_command
 from elasticflow_airflow.airflow_cli import get_commands
 from elasticflow_airflow.airflow_cli.argparse_bridge import description_of
 
-WITHOUT_A_SERVICE = {"simulate", "compare", "synthesize", "version"}
+WITHOUT_A_SERVICE = {"simulate", "compare", "synthesize", "version", "node"}
 """Commands that need neither a service nor Airflow: there is nothing that a connection could change."""
 NOT_UNDER_AIRFLOW = {"url", "state_dir"}
 """Which service: there a connection says it."""

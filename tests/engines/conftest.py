@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.machines import Machines, need_namespaces
+from support.node_agents import TOKEN, start_agent
 
+from elasticflow_airflow.engines.cluster.cluster_engine import open_cluster_engine
 from elasticflow_airflow.engines.fake.engine import FakeBehaviour, FakeEngine, fake_nodes
 from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
+from elasticflow_airflow.engines.local.engine import TorchrunEngine
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
 from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.port import Engine, GangObservation, GangSpec, GangState
@@ -40,7 +45,8 @@ def say(kind, step, **data):
     report = Report(kind=kind, generation=generation, worker_id=worker, rank=rank, step=step, data=data)
     append_report(report_path(folder, generation, worker), report)
 
-saved = folder / "saved-step"
+saved = session.checkpoint_dir / "saved-step"
+saved.parent.mkdir(exist_ok=True)
 step = int(saved.read_text()) if saved.exists() else 0
 say(ReportKind.STARTED, step)
 print("training from step", step, "with", world, "workers", flush=True)
@@ -217,12 +223,12 @@ class FakeBench(Bench):
 
 @dataclass(kw_only=True)
 class LocalBench(Bench):
-    others: list[LocalEngine] = field(default_factory=list)
+    others: list[TorchrunEngine] = field(default_factory=list)
 
     def pass_time(self) -> None:
         time.sleep(0.05)
 
-    def make(self, state: str = "state", **options: Any) -> LocalEngine:
+    def make(self, state: str = "state", **options: Any) -> TorchrunEngine:
         first, second = detect_nodes(virtual_nodes="2x2", environ={"CUDA_VISIBLE_DEVICES": ""})
         nodes = (first, replace(second, address=ELSEWHERE))
         return LocalEngine(self.base / state, nodes, self.base / "locks", **options)
@@ -300,6 +306,68 @@ class LocalBench(Bench):
             raise AssertionError(f"processes left behind: {left}\n{self.story()}")
 
 
+@dataclass(kw_only=True)
+class ClusterBench(LocalBench):
+    """Two machines, each with an agent and a folder of its own: on this one, or in namespaces."""
+
+    machines: Machines | None = None
+    agents: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    urls: dict[str, str] = field(default_factory=dict)
+    suspicion_s: float = 5.0
+
+    def start_agent(self, node_id: str) -> None:
+        """Start the agent of a node, at the address that it had before, if any."""
+        index = self.nodes.index(node_id)
+        addresses = ["127.0.0.1", ELSEWHERE] if self.machines is None else self.machines.addresses
+        listen = self.urls.get(node_id, f"http://{addresses[index]}:0").removeprefix("http://")
+        agent, self.urls[node_id] = start_agent(self.base, node_id, listen, 2, self.machines, index)
+        self.agents[node_id] = agent
+
+    def make(self, state: str = "state", **options: Any) -> TorchrunEngine:
+        urls, shared = list(self.urls.values()), self.base / "shared"
+        return open_cluster_engine(self.base / state, shared, urls, TOKEN, suspicion_s=self.suspicion_s, **options)
+
+    def spec(self, generation: int = 1, workers: int = 1, job_id: str = "job", **changes: Any) -> GangSpec:
+        found = super().spec(generation, workers, job_id, **changes)
+        self.engine.files.prepare(job_id, found.incarnation)
+        return found
+
+    def folder(self, generation: int = 1, node: int = 0, job_id: str = "job") -> SupervisorFolder:
+        incarnation_dir = self.base / self.nodes[node] / "jobs" / job_id / "i000001"
+        return SupervisorFolder.of(incarnation_dir, generation, self.nodes[node])
+
+    def hold_slot(self, index: int) -> None:
+        """A service on that machine alone takes a slot."""
+        node_id = self.nodes[0]
+        (node,) = detect_nodes(slots=2, environ={"CUDA_VISIBLE_DEVICES": ""})
+        other = LocalEngine(self.base / "elsewhere", [replace(node, node_id=node_id)], self.base / f"locks-{node_id}")
+        self.others.append(other)
+        spec = LocalBench.spec(self, job_id="other", placement=(Slot(node_id, index),))
+        folder = self.base / "elsewhere" / "jobs" / "other" / "i000001"
+        other.apply(replace(spec, session=replace(spec.session, incarnation_dir=str(folder))))
+        wait_until(lambda: other.observe()[0].workers[0].slot and self.engine.inventory()[0].busy, "slot held")
+
+    def processes(self) -> list[str]:
+        """All processes of the machines but their agents."""
+        return [line for line in super().processes() if "cli.main import main" not in line]
+
+    def end(self) -> None:
+        try:
+            super().end()
+        finally:
+            self.end_agents()
+
+    def end_agents(self) -> None:
+        if self.machines is not None:
+            self.machines.close()
+            return
+        for agent in self.agents.values():
+            agent.kill()
+            agent.wait()
+            assert agent.stdout is not None
+            agent.stdout.close()
+
+
 @pytest.fixture
 def code_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "code"
@@ -326,7 +394,36 @@ def local_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch)
     bench.end()
 
 
-@pytest.fixture(params=["fake", "local"])
+def open_cluster(base: Path, machines: Machines | None = None) -> Iterator[ClusterBench]:
+    nodes = ("local0", "local1")
+    bench = ClusterBench(engine=FakeEngine(jobs_dir=base), base=base, nodes=nodes, machines=machines)
+    try:
+        for node_id in bench.nodes:
+            bench.start_agent(node_id)
+        bench.engine = bench.make()
+    except BaseException:
+        bench.end_agents()
+        raise
+    yield bench
+    bench.end()
+
+
+@pytest.fixture
+def cluster_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterBench]:
+    """Two agents on this machine."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    yield from open_cluster(tmp_path)
+
+
+@pytest.fixture
+def machines_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterBench]:
+    """Two machines in namespaces."""
+    need_namespaces()
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    yield from open_cluster(tmp_path, Machines(2))
+
+
+@pytest.fixture(params=["fake", "local", pytest.param("cluster", marks=pytest.mark.slow)])
 def bench(request: pytest.FixtureRequest) -> Bench:
     """The same contract for every engine."""
     found = request.getfixturevalue(f"{request.param}_bench")

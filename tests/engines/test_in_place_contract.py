@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     Make = Callable[..., GangSpec]
 
 pytestmark = pytest.mark.timeout(400)
-both = pytest.mark.parametrize("bench", ["fake", pytest.param("local", marks=pytest.mark.slow)], indirect=True)
+slow = pytest.mark.slow
+both = pytest.mark.parametrize(
+    "bench", ["fake", pytest.param("local", marks=slow), pytest.param("cluster", marks=slow)], indirect=True
+)
 SCRIPT = Path(__file__).parents[1] / "support" / "train_small.py"
 PLACES = {"A": (0, 0), "B": (0, 1), "C": (1, 0), "D": (1, 1)}
 

@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from elasticflow_airflow import __version__
 from elasticflow_airflow.api import API_VERSION
 from elasticflow_airflow.api.diagnosis import Diagnosis, Finding, ok, plural, problem, warning
-from elasticflow_airflow.engines.port import EngineNode
+from elasticflow_airflow.engines.port import EngineError, EngineNode
 from elasticflow_airflow.service.http.lanes import Lanes
 from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -228,9 +228,11 @@ def _loop(said: str) -> Finding:
 
 
 def look_at_slots(settings: ServiceSettings) -> Finding:
-    """Check the slots that a service with these settings would offer on this machine, if none is running."""
+    """Check the slots that a service with these settings would offer, if none is running."""
     try:
         return _offered(_would_offer(settings), settings.engine)
+    except EngineError as error:
+        return problem("slots", f"{error}", "look at that machine: is its agent running, with the same token?")
     except (OSError, ValueError) as error:
         return problem("slots", f"{error}", "correct ELASTICFLOW_SLOTS, ELASTICFLOW_VIRTUAL_NODES, or what is named")
 
@@ -243,6 +245,10 @@ def _would_offer(settings: ServiceSettings) -> Sequence[EngineNode]:
         if shape is not None:
             return fake_nodes(*shape)
         return fake_nodes() if settings.slots is None else fake_nodes(slots=settings.slots)
+    if settings.engine == "cluster":
+        from elasticflow_airflow.engines.cluster.cluster_engine import look_at_agents
+
+        return look_at_agents(settings.node_urls(), settings.read_node_token() or "")
     from elasticflow_airflow.engines.local.machine.layout import detect_nodes
     from elasticflow_airflow.engines.local.machine.slots import default_lock_dir
     from elasticflow_airflow.engines.local.node_manager import look_at_nodes

@@ -1,0 +1,424 @@
+"""Makes several machines look to the engine like one: each call goes to the agent of the node in question.
+
+Nothing here waits for a node. What the engine reads is what has arrived; what it writes is sent by another thread.
+A node that has not answered for ``suspicion_s`` is *suspected*: its supervisors count as lost, the survivors of their
+jobs go on without them, and nothing is started there. Workers that live on in a node that was cut off publish nothing
+(their generation is fenced), are ordered to end as soon as the node answers, and end by themselves with their lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import TimeoutError as NoAnswerInTimeError
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from elasticflow_airflow.engines.cluster import job_folder
+from elasticflow_airflow.engines.cluster.messages import Introduction, SupervisorState
+from elasticflow_airflow.engines.cluster.node_link import NodeLink, has_ended
+from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage
+from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder, SupervisorFolder
+from elasticflow_airflow.engines.local.machine import slots
+from elasticflow_airflow.engines.local.machine.layout import NodeLayout
+from elasticflow_airflow.engines.local.machine.stacks import LIMIT_S as STACKS_LIMIT_S
+from elasticflow_airflow.engines.local.machines import Trainer
+from elasticflow_airflow.engines.local.node_facts import NodeFacts
+from elasticflow_airflow.engines.local.node_manager import offer
+from elasticflow_airflow.engines.port import EngineError, EngineNode, SlotsHeldError
+from elasticflow_airflow.scheduler_core.model.values import Slot
+
+SUSPICION_S = 5.0
+_TICK_S, _STALL_S = 0.1, 1.0
+_LAST_PUSH_S = 2.0
+"""How long to wait at the end for what has been written to be sent."""
+_ABANDONED = "abandoned"
+"""Marker in a supervisor's folder: its node was silent, and its workers were given up."""
+
+logger = logging.getLogger("elasticflow.node")
+
+
+class ClusterNodes:
+    """The machines of a cluster (see ``engines/local/machines.py``). ``urls``: of the node agents.
+
+    ``state_dir``: of the service, where the job folders are. ``token``: shared by service and agents. Raises OSError
+    when the shared folder cannot be used.
+    """
+
+    def __init__(
+        self, state_dir: Path, shared_dir: Path, urls: Sequence[str], token: str, *, suspicion_s: float = SUSPICION_S
+    ) -> None:
+        self._root, self._suspicion_s = state_dir.resolve(), suspicion_s
+        self._storage = SharedStorage(shared_dir)
+        epoch = time.time_ns()
+        self._links = [
+            NodeLink(url, token, self._root, epoch, self._storage, self._send_across, self._check_names) for url in urls
+        ]
+        self._begun_s = self._ticked_s = time.monotonic()
+        self._strangers_checked = False
+        self._suspected: set[NodeLink] = set()
+        self._met: set[NodeLink] = set()
+        """Links whose node was reminded of what was given up while it did not answer."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="elasticflow-nodes", daemon=True)
+        self._thread.start()
+
+    def wait_for_nodes(self, limit_s: float) -> None:
+        """Wait until all agents have answered, or some have and the time is over; the others may come later.
+
+        Raises EngineError that says why when none has answered.
+        """
+        end_s = time.monotonic() + limit_s
+        while (silent := [link for link in self._links if link.answers == 0]) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        said = "; ".join(f"the node at {link.url} is not used: {link.problem}" for link in silent)
+        if len(silent) == len(self._links):
+            raise EngineError(said or "no nodes are configured")
+        if said:
+            logger.warning("%s", said)
+
+    # -- facts
+
+    @property
+    def nodes(self) -> Mapping[str, NodeLayout]:
+        """All nodes that have ever answered."""
+        return {
+            node.node_id: node
+            for link in self._links
+            if link.introduction is not None
+            for node in link.introduction.facts.nodes
+        }
+
+    def facts(self, node_id: str) -> NodeFacts:
+        """Return what is constant about the machine of a node. Raises EngineError while it is not known."""
+        introduction = self._link(node_id).introduction
+        if introduction is None:
+            raise EngineError(f"node {node_id} has not answered yet")
+        return introduction.facts
+
+    def clock_offset_s(self, node_id: str) -> float:
+        """Return the service's clock minus the node's; 0 for a node that is not known."""
+        return next((link.offset_s for link in self._links if node_id in link.node_ids), 0.0)
+
+    def inventory(self, has_gang: Callable[[str], bool]) -> tuple[EngineNode, ...]:
+        """Return the nodes that answer. Slots of workers that were given up are busy until these have left."""
+        found = []
+        for link in self._present():
+            introduction = link.introduction
+            for node in introduction.facts.nodes if introduction is not None else ():
+                holders = link.holders.get(node.node_id)
+                if holders is None:
+                    continue
+                root = introduction.facts.state_dir if introduction is not None else ""
+                offered = offer(node, holders, root, has_gang)
+                given_up = {
+                    index: f"{slots.describe(holder)}, given up while the node was silent: it is being ended"
+                    for index, holder in enumerate(holders)
+                    if holder is not None and self._was_abandoned(node.node_id, holder)
+                }
+                found.append(
+                    EngineNode(
+                        node_id=offered.node_id,
+                        slots=offered.slots,
+                        device=offered.device,
+                        device_type=offered.device_type,
+                        busy={**offered.busy, **given_up},
+                    )
+                )
+        return tuple(found)
+
+    def check_slots(self, wanted: Iterable[Slot]) -> None:
+        """Raise SlotsHeldError when any of the slots is held, or its node does not answer."""
+        held = {}
+        present = {node_id: link for link in self._present() for node_id in link.node_ids}
+        for slot in wanted:
+            link = present.get(slot.node_id)
+            if link is None:
+                held[slot] = f"nobody, but node {slot.node_id} does not answer"
+            elif (holder := self._holder(link, slot)) is not None:
+                held[slot] = slots.describe(holder)
+        if held:
+            raise SlotsHeldError(held)
+
+    def check_interpreter(self, python: str, job_env: Mapping[str, str], node_ids: Iterable[str]) -> None:
+        """Do nothing: the agent looks at it before it starts anything, and says what is wrong."""
+
+    # -- folders
+
+    def publish(self, incarnation_dir: Path) -> None:
+        """Have what the engine has written into the folder of an incarnation sent to its nodes."""
+        incarnation = self._relative(incarnation_dir)
+        for link in self._links_of(incarnation):
+            link.mark(incarnation)
+
+    def renew_lease(self, folder: SupervisorFolder) -> None:
+        """Have the lease renewed."""
+        for link in self._at(folder):
+            if not (folder.path / _ABANDONED).exists():
+                link.renew(self._relative(folder.path))
+
+    def discard(self, incarnation_dir: Path) -> None:
+        """Have the files of an incarnation deleted on its nodes, except its checkpoints."""
+        incarnation = self._relative(incarnation_dir)
+        for link in self._links_of(incarnation):
+            link.discard(incarnation)
+
+    def _check_names(self, link: NodeLink, introduction: Introduction) -> None:
+        """Raise ValueError when another agent has a node of the same name, or workers could not meet."""
+        for node in introduction.facts.nodes:
+            for other in self._links:
+                if other is not link and node.node_id in other.node_ids:
+                    raise ValueError(
+                        f"a node named {node.node_id} is at {other.url} already: start one with another --node-id"
+                    )
+        machines = {introduction.machine_id} | {
+            other.introduction.machine_id for other in self._links if other.introduction is not None
+        }
+        for node in introduction.facts.nodes:
+            if len(machines) > 1 and node.address.startswith("127."):
+                raise ValueError(
+                    f"workers on other machines cannot reach node {node.node_id} at {node.address}: start its agent"
+                    " with --address"
+                )
+
+    def _send_across(self, source: NodeLink, path: str) -> None:
+        """Have a file that came from one node sent to the others of its job."""
+        incarnation = "/".join(path.split("/")[:3])
+        for link in self._links_of(incarnation):
+            if link is not source:
+                link.mark(incarnation)
+
+    def _links_of(self, incarnation: str) -> list[NodeLink]:
+        nodes = {node_id for node_id, _ in job_folder.supervisor_folders(self._root, incarnation)}
+        return [link for link in self._links if nodes.intersection(link.node_ids)]
+
+    # -- supervisors
+
+    def warm_pool(self) -> None:
+        """Do nothing: each agent does."""
+
+    def spawn(self, node_id: str, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> None:
+        """Have the supervisor of a node started. Raises EngineError if it did not come up before."""
+        failure = self._link(node_id).start(self._relative(folder.path), dict(secret_env))
+        if failure is not None:
+            raise EngineError(f"node {node_id}: {failure}")
+
+    def is_coming_up(self, folder: SupervisorFolder) -> bool:
+        """Return whether a supervisor is being started on a node that answers."""
+        path = self._relative(folder.path)
+        return any(link.is_coming_up(path) for link in self._at(folder) if link not in self._suspected)
+
+    def is_alive(self, folder: SupervisorFolder, status: Status) -> bool:  # noqa: ARG002  (its node knows)
+        """Return whether a supervisor is running and was not given up."""
+        if (folder.path / _ABANDONED).exists():
+            return False
+        links = self._at(folder)
+        if not links or links[0].answers == 0:
+            return True  # The service has just started, and the node has time to answer.
+        return links[0].state_of(self._relative(folder.path)) in (SupervisorState.ALIVE, SupervisorState.COMING)
+
+    def end_leftovers(self, supervisors: Iterable[tuple[SupervisorFolder, Status | None]]) -> bool:
+        """Return whether a node has just killed what was left of these; it does so by itself."""
+        return any(
+            link.state_of(self._relative(folder.path)) is SupervisorState.DYING
+            for folder, _ in supervisors
+            if not (folder.path / _ABANDONED).exists()
+            for link in self._at(folder)
+        )
+
+    def reap(self) -> None:
+        """Give up the supervisors of nodes that have become silent, and take back nodes that answer again."""
+        if time.monotonic() - self._ticked_s > _STALL_S:
+            return  # It is this service that stands still: answers may be there, unread.
+        for link in self._links:
+            if link.silent_s > self._suspicion_s:
+                if link not in self._suspected:
+                    logger.warning(
+                        "node %s has not answered for %.1f s: it is given up", self._names(link), link.silent_s
+                    )
+                    self._abandon(link.node_ids)
+                    self._suspected.add(link)
+                    self._met.discard(link)
+            elif link.answers and link not in self._met:
+                if link in self._suspected:
+                    logger.warning("node %s answers again", self._names(link))
+                self._suspected.discard(link)
+                self._remind(link)
+                self._met.add(link)
+        if not self._strangers_checked and time.monotonic() - self._begun_s > self._suspicion_s:
+            self._strangers_checked = True
+            known = {node_id for link in self._links for node_id in link.node_ids}
+            self._abandon(self._nodes_on_record() - known)
+
+    def _abandon(self, node_ids: Collection[str]) -> None:
+        """Give up all supervisors of nodes; the order that ends them is sent when a node answers again."""
+        reason = f"the node has not answered for {self._suspicion_s:g} s"
+        for incarnation in job_folder.unfinished(self._root, node_ids, has_ended) if node_ids else ():
+            for _, path in job_folder.supervisor_folders(self._root, incarnation, node_ids):
+                folder = SupervisorFolder(self._root / path)
+                if not has_ended(folder.path):
+                    with contextlib.suppress(OSError, ValueError):  # A script has damaged it: its lease ends it.
+                        folder.write_order(StopOrder(0.0, reason, kill=True))
+                    (folder.path / _ABANDONED).touch()
+
+    def _remind(self, link: NodeLink) -> None:
+        """Have a node told what was given up while it did not answer; the service may have restarted meanwhile."""
+        for incarnation in job_folder.unfinished(self._root, link.node_ids, has_ended):
+            folders = job_folder.supervisor_folders(self._root, incarnation, link.node_ids)
+            if any((self._root / path / _ABANDONED).exists() for _, path in folders):
+                link.mark(incarnation)
+
+    def _nodes_on_record(self) -> set[str]:
+        """Return the nodes of all supervisors that have not ended."""
+        return {
+            node_id
+            for incarnation in job_folder.unfinished(self._root, None, has_ended)
+            for node_id, _ in job_folder.supervisor_folders(self._root, incarnation)
+        }
+
+    def stacks(self, trainers: Mapping[str, Trainer]) -> Mapping[str, str]:
+        """Ask each node for the stacks of its trainers."""
+        by_node = {
+            node_id: {
+                worker: (None if one.process is None else asdict(one.process), self._relative(one.stacks_file))
+                for worker, one in trainers.items()
+                if one.node_id == node_id
+            }
+            for node_id in {one.node_id for one in trainers.values()}
+        }
+        found: dict[str, str] = {}
+        asked = {
+            node_id: asyncio.run_coroutine_threadsafe(
+                self._link(node_id).ask_for_stacks(wanted, STACKS_LIMIT_S * 2), self._loop
+            )
+            for node_id, wanted in by_node.items()
+        }
+        for node_id, answer in asked.items():
+            try:
+                found |= answer.result(STACKS_LIMIT_S * 3)
+            except (httpx.HTTPError, NoAnswerInTimeError) as error:
+                said = f"(node {node_id} could not be asked: {error or type(error).__name__})"
+                found |= dict.fromkeys(by_node[node_id], said)
+        return dict(sorted(found.items()))
+
+    def let_go(self) -> None:
+        """Close the connections; agents, supervisors and workers go on."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+        self._storage.close()
+
+    # -- gangs whose files cannot be read
+
+    def held_by(self, job_id: str, wanted: Sequence[Slot] | None = None) -> dict[Slot, dict[str, Any]]:
+        """Return the slots that a job's supervisors hold on nodes that answer."""
+        return {
+            slot: holder
+            for slot, holder in self._held()
+            if holder.get("job_id") == job_id
+            and (wanted is None or slot in wanted)
+            and not self._was_abandoned(slot.node_id, holder)
+        }
+
+    def renew(self, job_id: str) -> None:
+        """Have the leases of a job's supervisors renewed."""
+        for link in self._links:
+            link.renew_job(job_id)
+
+    def ask_to_leave(self, job_id: str) -> None:
+        """Have a job's supervisors save and leave."""
+        for link in self._links:
+            link.ask_to_leave(job_id)
+
+    def latest(self, job_id: str) -> int:
+        """Return the highest running generation of a job; 0 when there is none."""
+        return max((_number(holder, "generation") for holder in self.held_by(job_id).values()), default=0)
+
+    def running(self, job_id: str) -> list[tuple[int, int, list[Slot]]]:
+        """Return (incarnation, generation, slots) of each running gang of a job."""
+        held = sorted(
+            ((_number(holder, "incarnation"), _number(holder, "generation")), slot)
+            for slot, holder in self.held_by(job_id).items()
+        )
+        return [(*key, [slot for _, slot in group]) for key, group in itertools.groupby(held, key=lambda one: one[0])]
+
+    # -- helpers
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._stop = asyncio.Event()
+        self._loop.run_until_complete(self._converse())
+        self._loop.close()
+
+    async def _converse(self) -> None:
+        tasks = [asyncio.ensure_future(link.run()) for link in self._links]
+        tasks.append(asyncio.ensure_future(self._tick()))
+        await self._stop.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(link.flush() for link in self._present())), _LAST_PUSH_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tick(self) -> None:
+        """Note that this loop runs. While it stood still (a paused machine, a full disk), no node was silent."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_s = time.monotonic()
+            stood_still_s = now_s - self._ticked_s - _TICK_S
+            if stood_still_s > _TICK_S:
+                for link in self._links:
+                    link.answered_s += stood_still_s
+            self._ticked_s = now_s
+
+    def _present(self) -> list[NodeLink]:
+        return [link for link in self._links if link.answers and link.silent_s <= self._suspicion_s]
+
+    def _link(self, node_id: str) -> NodeLink:
+        for link in self._links:
+            if node_id in link.node_ids:
+                return link
+        raise EngineError(f"node {node_id} is not known: its agent has not answered since the service started")
+
+    def _at(self, folder: SupervisorFolder) -> list[NodeLink]:
+        node_id = job_folder.node_of(folder.path.name)
+        return [link for link in self._links if node_id in link.node_ids]
+
+    def _held(self) -> Iterator[tuple[Slot, dict[str, Any]]]:
+        for link in self._present():
+            for node_id in link.node_ids:
+                for index, holder in enumerate(link.holders.get(node_id, ())):
+                    if holder is not None:
+                        yield Slot(node_id, index), holder
+
+    @staticmethod
+    def _holder(link: NodeLink, slot: Slot) -> dict[str, Any] | None:
+        holders = link.holders.get(slot.node_id, [])
+        return holders[slot.index] if slot.index < len(holders) else None
+
+    def _was_abandoned(self, node_id: str, holder: Mapping[str, Any]) -> bool:
+        """Return whether the holder of a slot is a supervisor that was given up."""
+        incarnation, generation = _number(holder, "incarnation"), _number(holder, "generation")
+        job_dir = self._root / "jobs" / str(holder.get("job_id"))
+        folder = SupervisorFolder.of(job_dir / f"i{incarnation:06d}", generation, node_id)
+        return (folder.path / _ABANDONED).exists()
+
+    def _relative(self, path: Path) -> str:
+        return str(path.relative_to(self._root))
+
+    @staticmethod
+    def _names(link: NodeLink) -> str:
+        return ", ".join(link.node_ids) or f"at {link.url}"
+
+
+def _number(holder: Mapping[str, Any], name: str) -> int:
+    value = holder.get(name)
+    return value if type(value) is int and 0 < value < 1 << 31 else 0

@@ -1,0 +1,218 @@
+"""The files of a job's folder that travel between the service and the nodes, and in which direction.
+
+Paths are relative to the state directories, which may differ: ``jobs/<job>/i000001/…``. The runtime and the supervisors
+do not know that their files travel. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+from elasticflow_airflow.runtime.protocol import open_ordinary
+
+LARGEST_BYTES = 4 << 20
+"""Limit on a file that is sent whole: a script can write anything into its folder."""
+_SMALL_BYTES = 64 * 1024
+"""The same for a heartbeat, and for what tells workers where to meet."""
+LARGEST_GROWN_BYTES = 1 << 30
+"""Of a growing file, what comes after this is not sent."""
+_SUPERVISOR = re.compile(r"g\d{6,}-(?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)")
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_INCARNATION = re.compile(r"i\d{6,}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
+_REPORT = re.compile(r"g\d{6,}-(?P<worker>.+)\.jsonl")
+_HEARTBEAT = re.compile(r"(?P<worker>.+)\.json")
+_LOG = re.compile(r"(?P<worker>.+)\.log\.\d+")
+_ORDERS = ("spec.json", "order.json", "kill.json", "go")
+"""From the service to a supervisor; ``go`` last, when everything that its workers read is there."""
+_STATES = {"status.json", "warm", "warming", "supervisor.log"}
+
+
+class Direction(Enum):
+    """The direction in which a file travels."""
+
+    DOWN = auto()
+    """From the service to one node, or to all nodes of the job."""
+    UP = auto()
+    """From a node to the service."""
+    ACROSS = auto()
+    """From a node to the service and on to the job's other nodes: workers look for each other by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a path says about its file. ``node_id``, ``worker_id``: to whom it belongs, where the path tells."""
+
+    incarnation: str
+    """Folder of the incarnation: ``jobs/<job>/i000001``."""
+    direction: Direction
+    grows: bool = False
+    """It is only appended to, so that only the new part is sent."""
+    node_id: str | None = None
+    worker_id: str | None = None
+
+
+def place_of(path: str) -> Place | None:
+    """Return what a relative path says about its file; None when the file does not travel, or is none of ours."""
+    parts = path.split("/")
+    if len(parts) < 4 or parts[0] != "jobs" or not _JOB.fullmatch(parts[1]) or not _INCARNATION.fullmatch(parts[2]):
+        return None
+    incarnation, names = "/".join(parts[:3]), parts[3:]
+    if not all(_NAME.fullmatch(name) for name in names):
+        return None  # Among others "..", and files that are being written.
+    match names:
+        case ["session.json" | "membership.json"]:
+            return Place(incarnation, Direction.DOWN)
+        case ["supervisors", name] if name.endswith(".failed"):
+            return Place(incarnation, Direction.ACROSS)
+        case ["supervisors", folder, name] if found := _SUPERVISOR.fullmatch(folder):
+            if name in _ORDERS:
+                return Place(incarnation, Direction.DOWN, node_id=found["node"])
+            if name in _STATES:
+                return Place(incarnation, Direction.UP, grows=name.endswith(".log"), node_id=found["node"])
+        case ["rendezvous", _]:
+            return Place(incarnation, Direction.ACROSS)
+        case ["heartbeats", name] if found := _HEARTBEAT.fullmatch(name):
+            return Place(incarnation, Direction.ACROSS, worker_id=found["worker"])
+        case ["reports", name] if found := _REPORT.fullmatch(name):
+            return Place(incarnation, Direction.ACROSS, grows=True, worker_id=found["worker"])
+        case ["logs", name] if found := _LOG.fullmatch(name):
+            return Place(incarnation, Direction.UP, grows=True, worker_id=found["worker"])
+    return None
+
+
+def incarnation_of(path: str) -> str:
+    """Return the folder of the incarnation to which a path below it belongs."""
+    return "/".join(path.split("/")[:3])
+
+
+def node_of(folder_name: str) -> str | None:
+    """Return the node of a supervisor's folder by its name; None when the name is not that of one."""
+    found = _SUPERVISOR.fullmatch(folder_name)
+    return None if found is None else found["node"]
+
+
+def supervisor_folders(root: Path, incarnation: str, nodes: Collection[str] | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (node, relative path) of the supervisor folders of an incarnation, on these nodes or on all."""
+    for name in _names(root / incarnation / "supervisors"):
+        node_id = node_of(name)
+        if node_id is not None and (nodes is None or node_id in nodes):
+            yield node_id, f"{incarnation}/supervisors/{name}"
+
+
+def files_down(root: Path, incarnation: str, nodes: Collection[str]) -> list[str]:
+    """Return the existing files that travel to these nodes, in the order in which they must arrive there."""
+    folders = sorted(path for _, path in supervisor_folders(root, incarnation, nodes))
+    fixed = [f"{incarnation}/session.json", f"{incarnation}/membership.json"]
+    orders = [f"{folder}/{name}" for name in _ORDERS for folder in folders]
+    first = [path for path in (*fixed, *orders) if not path.endswith("/go")]
+    gone = [path for path in orders if path.endswith("/go")]
+    return [*first, *_across(root, incarnation), *gone]
+
+
+def files_up(root: Path, incarnation: str, nodes: Collection[str]) -> list[str]:
+    """Return the files of these nodes that travel to the service: all that grows comes after what tells of it."""
+    found = [
+        f"{folder}/{name}"
+        for _, folder in supervisor_folders(root, incarnation, nodes)
+        for name in _names(root / folder)
+        if name in _STATES
+    ]
+    logs = [f"{incarnation}/logs/{name}" for name in _names(root / incarnation / "logs")]
+    return [path for path in (*found, *_across(root, incarnation), *logs) if place_of(path) is not None]
+
+
+def _across(root: Path, incarnation: str) -> list[str]:
+    found = [
+        f"{incarnation}/supervisors/{n}" for n in _names(root / incarnation / "supervisors") if n[-7:] == ".failed"
+    ]
+    for folder in ("rendezvous", "heartbeats", "reports"):
+        found += [f"{incarnation}/{folder}/{name}" for name in _names(root / incarnation / folder)]
+    return [path for path in found if place_of(path) is not None]  # not the folders of supervisors
+
+
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is replaced, touched or extended: (inode, mtime in ns, size); None without it."""
+    try:
+        found = path.lstat()
+    except OSError:  # It is not there, or a script has made something else of a folder above it.
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def read_whole(path: Path) -> bytes | None:
+    """Read a file that is sent whole; None when it is missing, too large or no regular file."""
+    most = _SMALL_BYTES if path.parent.name in ("heartbeats", "rendezvous") else LARGEST_BYTES
+    with contextlib.suppress(OSError, ValueError), open_ordinary(path) as file:
+        data = file.read(most + 1)
+        return data if len(data) <= most else None
+    return None
+
+
+def read_part(path: Path, offset: int, limit: int) -> bytes:
+    """Read up to ``limit`` bytes of a growing file; empty when there is nothing there, or it is no regular file."""
+    with contextlib.suppress(OSError, ValueError), open_ordinary(path) as file:
+        file.seek(offset)
+        return file.read(limit)
+    return b""
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file atomically. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def write_part(path: Path, offset: int, data: bytes) -> None:
+    """Write a part of a growing file, unless parts before it are missing. Idempotent. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(descriptor).st_size >= offset:
+            os.pwrite(descriptor, data, offset)
+    finally:
+        os.close(descriptor)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:  # It is not there, or a script has made something else of it.
+        return []
+
+
+def unfinished(root: Path, nodes: Collection[str] | None, has_ended: Callable[[Path], bool]) -> set[str]:
+    """Return the incarnations with a supervisor on these nodes (None: on any) that has not ended."""
+    found = set()
+    for job in _names(root / "jobs"):
+        for name in _names(root / "jobs" / job):
+            incarnation = f"jobs/{job}/{name}"
+            if any(not has_ended(root / path) for _, path in supervisor_folders(root, incarnation, nodes)):
+                found.add(incarnation)
+    return found
+
+
+def make_incarnation(root: Path, incarnation: str, shared_dir: Path) -> None:
+    """Create the folder of an incarnation, whose checkpoints are in a folder that all nodes share. Idempotent."""
+    folder, shared = root / incarnation, shared_dir / incarnation / "checkpoints"
+    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    link = folder / "checkpoints"
+    if not os.path.lexists(link):
+        with contextlib.suppress(FileExistsError):  # Another thread was faster.
+            link.symlink_to(shared)

@@ -1,0 +1,522 @@
+"""The node agent: runs on a machine what the service has decided, and tells it what goes on there.
+
+Nothing essential is in its memory: supervisors are processes of their own, and a new agent over the same folder finds
+them. A script can write anything into its job's folder: what goes wrong there concerns that job alone.
+It may not import Airflow, torch or the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+from elasticflow_airflow.engines.cluster import job_folder
+from elasticflow_airflow.engines.cluster.job_folder import Direction, Place
+from elasticflow_airflow.engines.cluster.messages import (
+    VERSION,
+    FilePart,
+    Introduction,
+    Probe,
+    Pull,
+    PullAnswer,
+    Push,
+    PushAnswer,
+    Seal,
+    SupervisorState,
+)
+from elasticflow_airflow.engines.job_files import remove
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, SupervisorSpec
+from elasticflow_airflow.engines.local.machine import stacks
+from elasticflow_airflow.engines.local.machine.layout import NodeLayout
+from elasticflow_airflow.engines.local.machine.processes import ProcessId, boot_id
+from elasticflow_airflow.engines.local.node_manager import NodeManager
+from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
+from elasticflow_airflow.engines.port import EngineError
+from elasticflow_airflow.runtime.protocol import Membership
+from elasticflow_airflow.scheduler_core.model.values import Slot
+
+PART_BYTES = 256 * 1024
+"""Most of one growing file in one answer."""
+ANSWER_BYTES = 4 << 20
+"""Most of all files in one answer, but for one that is larger; the rest comes with the next."""
+REST_S = 10.0
+"""An incarnation without a running supervisor is looked at for this long after the last change."""
+ENDED_LATELY_S = 3600.0
+"""At its start, an agent also tells of supervisors that have ended since this long: the one before may have died."""
+CODE_REST_S = 24 * 3600.0
+"""Code that no job uses is kept for this long after it came: the next run has probably the same."""
+_UNREADABLE = b'{"unreadable": "a script has made something else of this file"}'
+_TRASH = ".trash-"
+
+logger = logging.getLogger("elasticflow.node")
+
+
+class EarlierRequestError(Exception):
+    """The request is from a service that another one has replaced, or older than one that was handled already."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    stamp: tuple[int, int, int]
+    version: int
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One incarnation that has, or may get, supervisors here."""
+
+    changed_s: float
+    seen: dict[str, _Seen] = field(default_factory=dict)
+    """By path, the files that are sent whole."""
+    held: set[str] = field(default_factory=set)
+    """Those that have changed, and whose time to be sent has not come."""
+    given: dict[str, bytes] = field(default_factory=dict)
+    """By path, what was sent here: it is not sent back."""
+    workers: dict[str, set[str]] = field(default_factory=dict)
+    """By supervisor folder, the ids of its workers."""
+
+
+class NodeAgent:
+    """What one machine does for the service. Thread-safe.
+
+    ``state_dir`` is its own, ``shared_dir`` that of all nodes and the service. ``token`` is the secret that service and
+    agents share. ``warm_imports`` as for the local engine. Raises OSError when the folders cannot be used.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        shared_dir: Path,
+        nodes: Sequence[NodeLayout],
+        lock_dir: Path,
+        environ: Mapping[str, str],
+        token: str,
+        warm_imports: Sequence[str] | None = None,
+    ) -> None:
+        self._root, self._shared_dir = state_dir.resolve(), shared_dir.resolve()
+        (self._root / "jobs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        pool = None if warm_imports is None else WarmPool(warm_imports, self._root / "pool")
+        self._manager = NodeManager(self._root, nodes, lock_dir, environ, pool)
+        self._manager.warm_pool()
+        self._seal = Seal(token)
+        self._lock = threading.RLock()
+        self._instance = secrets.token_hex(8)
+        self._epoch = self._push_number = 0
+        self._version = 1
+        self._turn = 0
+        self._told: tuple[object, object] = ({}, {})
+        """The states of supervisors and slots in the last answer."""
+        self._discarded: set[str] = set()
+        """Incarnations whose files are to be deleted."""
+        self._theirs: dict[str, int] = {}
+        """By growing file, how much of it the service has."""
+        self._aside = ThreadPoolExecutor(4, "elasticflow-node")
+        """For what takes long: the lock is not held for it."""
+        self._checks: dict[str, Future[None]] = {}
+        """By interpreter, the checks that are under way."""
+        self._complaints: set[str] = set()
+        now_s = time.monotonic()
+        self._watched = {
+            incarnation: _Watched(now_s)
+            for incarnation in job_folder.unfinished(self._root, self._manager.nodes, _ended_long_ago)
+        }
+        for trash in self._root.glob(f"{_TRASH}*"):
+            self._aside.submit(remove, trash)
+
+    def introduce(self) -> Introduction:
+        """Return who this is."""
+        return Introduction(
+            version=VERSION,
+            instance=self._instance,
+            machine_id=_machine_id(),
+            epoch=self._epoch,
+            now_s=time.time(),
+            shared_dir=str(self._shared_dir),
+            facts=self._manager.facts(),
+        )
+
+    def probe(self, probe: Probe) -> None:
+        """Read from and write to the shared folder. Raises ValueError when it is another one, and OSError."""
+        path = self._shared_dir / PurePath(probe.name).name
+        try:
+            there = path.read_text()
+        except FileNotFoundError:
+            there = None
+        if there != probe.content:
+            raise ValueError(
+                f"{self._shared_dir} here is not the folder that the service has: mount the same storage on all nodes"
+            )
+        path.with_name(f"{path.name}.{self._instance}").write_text(probe.content)
+
+    @property
+    def root(self) -> Path:
+        """Its state directory."""
+        return self._root
+
+    # -- what is to be
+
+    def push(self, push: Push) -> PushAnswer:
+        """Write files, renew leases and start supervisors; what is refused, and why, is in the answer.
+
+        Raises EarlierRequestError.
+        """
+        with self._lock:
+            self._check_epoch(push.epoch)
+            if push.number <= self._push_number:
+                raise EarlierRequestError("a later request was handled before this one")
+            self._push_number = push.number
+            answer = PushAnswer(instance=self._instance)
+            for file in push.files:
+                with self._refusing(answer.refused, file.path):
+                    self._take(file)
+            for folder in push.renewed:
+                with self._refusing(answer.refused, folder):
+                    self._supervisor(folder).renew()
+            for job_id in push.renewed_jobs:
+                self._manager.renew(job_id)
+            for job_id in push.leaving_jobs:
+                self._manager.ask_to_leave(job_id)
+            for start in push.starts:
+                with self._refusing(answer.failures, start.path):
+                    self._start(start.path, self._seal.open(start.sealed_env), answer)
+            for incarnation in push.discarded:
+                with self._refusing(answer.refused, incarnation):
+                    if job_folder.place_of(f"{incarnation}/session.json") is None:
+                        raise ValueError(f"{incarnation!r} is not the folder of an incarnation")
+                    self._discarded.add(incarnation)
+            self._discard()
+            return answer
+
+    @contextmanager
+    def _refusing(self, refused: dict[str, str], what: str) -> Iterator[None]:
+        """Note why something cannot be done: a script can have made anything of the files."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  (the answer says it, and the other parts of the request are handled)
+            refused[what] = str(error) or type(error).__name__
+
+    def _take(self, file: FilePart) -> None:
+        place = job_folder.place_of(file.path)
+        if place is None or place.direction is Direction.UP or place.node_id not in (None, *self._manager.nodes):
+            raise ValueError(f"{file.path!r} is not a file that is sent here")
+        watched = self._watched.setdefault(place.incarnation, _Watched(0.0))
+        watched.changed_s = time.monotonic()
+        if place.worker_id is not None and place.worker_id in self._own_workers(place.incarnation):
+            return
+        if not (self._root / place.incarnation / "checkpoints").exists():
+            job_folder.make_incarnation(self._root, place.incarnation, self._shared_dir)
+        path = self._root / file.path
+        if file.offset is not None:
+            job_folder.write_part(path, file.offset, file.data)
+        elif watched.given.get(file.path) != file.data and not self._knows_better(path, file.data):
+            job_folder.write_whole(path, file.data)
+            watched.given[file.path] = file.data
+
+    @staticmethod
+    def _knows_better(path: Path, data: bytes) -> bool:
+        """Return whether a file need not be written.
+
+        It has this content already, or a supervisor whose lease has expired has written a plan without members: the
+        plan of the same generation must not bring them back.
+        """
+        if job_folder.read_whole(path) == data:
+            return True
+        if path.name != "membership.json":
+            return False
+        try:
+            here = Membership.read(path.parent)
+            return here is not None and not here.members and here.generation >= json.loads(data)["generation"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return False  # A script has damaged it.
+
+    def _start(self, path: str, secret_env: Mapping[str, str], answer: PushAnswer) -> None:
+        """Start a supervisor, or say in the answer what has to come first. Raises EngineError and others."""
+        folder = self._supervisor(path)
+        spec = folder.read_spec()
+        code_dir = Path(spec.code_dir)
+        if not code_dir.is_dir():
+            if not code_dir.is_relative_to(self._root):
+                raise EngineError(f"the code {code_dir} is not on {spec.node_id}: it must be on every node")
+            answer.lacking[path] = str(code_dir.relative_to(self._root))
+        elif not self._is_checked(spec):
+            answer.waiting.append(path)
+        elif folder.read_status() is None:
+            (Path(spec.incarnation_dir) / "logs").mkdir(mode=0o700, exist_ok=True)
+            self._manager.spawn(spec.node_id, folder, secret_env)
+
+    def _is_checked(self, spec: SupervisorSpec) -> bool:
+        """Return whether the check of an interpreter is over; it takes seconds, or a minute. Raises EngineError."""
+        check = self._checks.get(spec.python)
+        if check is None:
+            check = self._aside.submit(self._manager.check_interpreter, spec.python, spec.env)
+            self._checks[spec.python] = check
+        if not check.done():
+            return False
+        del self._checks[spec.python]  # One that is good is known to be from now on.
+        check.result()
+        return True
+
+    def _supervisor(self, path: str) -> SupervisorFolder:
+        place = job_folder.place_of(f"{path}/spec.json")
+        if place is None or place.node_id not in self._manager.nodes:
+            raise ValueError(f"{path!r} is not the folder of a supervisor here")
+        return SupervisorFolder(self._root / path)
+
+    def _discard(self) -> None:
+        """Delete incarnations, whose checkpoints are elsewhere, once nothing runs, and code that no other one uses."""
+        over = {incarnation for incarnation in self._discarded if not self._runs(incarnation)}
+        self._discarded -= over
+        for incarnation in over:
+            self._watched.pop(incarnation, None)
+            self._throw_away(self._root / incarnation)
+        if over:
+            used = {_code_of(path) for path in self._root.glob("jobs/*/*/supervisors/*/spec.json")}
+            for code in (self._root / "snapshots").glob("*"):
+                if str(code) not in used and time.time() - code.stat().st_mtime > CODE_REST_S:
+                    self._throw_away(code)
+
+    def _throw_away(self, folder: Path) -> None:
+        """Take a folder out of the way at once, and delete it aside: it may be large."""
+        trash = self._root / f"{_TRASH}{secrets.token_hex(8)}"
+        try:
+            folder.rename(trash)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.warning("%s cannot be deleted: %s", folder, error)
+            return
+        self._aside.submit(remove, trash)
+
+    # -- what is
+
+    def pull(self, pull: Pull) -> PullAnswer:
+        """Return what has changed since a version. Raises EarlierRequestError."""
+        with self._lock:
+            self._check_epoch(pull.epoch)
+            if pull.version == 0:
+                self._theirs.clear()
+            self._theirs |= pull.sizes
+            self._manager.reap()
+            self._discard()
+            supervisors = self._look_at_supervisors()
+            holders = {
+                node_id: [self._manager.holder(Slot(node_id, index)) for index in range(len(node.slots))]
+                for node_id, node in self._manager.nodes.items()
+            }
+            files = self._changed_files(pull.version)
+            # The service does not know of these ends: until it does, the supervisors count as running.
+            for path in (path for watched in self._watched.values() for path in watched.held):
+                if path.endswith("/status.json"):
+                    supervisors[path.removesuffix("/status.json")] = SupervisorState.ALIVE
+            if self._told != (supervisors, holders):
+                self._told = (supervisors, holders)
+                self._version += 1
+            return PullAnswer(
+                instance=self._instance,
+                version=self._version,
+                now_s=time.time(),
+                files=files,
+                supervisors=supervisors,
+                holders=holders,
+            )
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise EarlierRequestError("another service has taken over this node")
+        if epoch > self._epoch:
+            self._epoch, self._push_number = epoch, 0
+
+    def _look_at_supervisors(self) -> dict[str, SupervisorState]:
+        """Look before the files are read: what a supervisor wrote before it died is then among them."""
+        found: dict[str, SupervisorState] = {}
+        for incarnation in self._watched:
+            for _, path in job_folder.supervisor_folders(self._root, incarnation, self._manager.nodes):
+                state = self._state_of(SupervisorFolder(self._root / path))
+                if state is not None:
+                    found[path] = state
+        return found
+
+    def _state_of(self, folder: SupervisorFolder) -> SupervisorState | None:
+        """Return the state of a supervisor; None when it has ended and said so."""
+        try:
+            status = folder.read_status()
+            if status is None:
+                return SupervisorState.COMING if self._manager.is_coming_up(folder) else SupervisorState.DEAD
+            if status.ended:
+                return None
+            if self._manager.is_alive(folder, status):
+                return SupervisorState.ALIVE
+            left = self._manager.end_leftovers([(folder, status)])
+            return SupervisorState.DYING if left else SupervisorState.DEAD
+        except Exception as error:  # noqa: BLE001  (a script has damaged it: the slots say whether its workers live)
+            self._complain(folder.path, error)
+            return SupervisorState.ALIVE if self._holds_slots(folder) else SupervisorState.DEAD
+
+    def _holds_slots(self, folder: SupervisorFolder) -> bool:
+        job_id, generation = folder.path.parents[2].name, int(folder.path.name[1:].partition("-")[0])
+        return any(holder.get("generation") == generation for holder in self._manager.held_by(job_id).values())
+
+    def _runs(self, incarnation: str) -> bool:
+        folders = job_folder.supervisor_folders(self._root, incarnation, self._manager.nodes)
+        states = [self._state_of(SupervisorFolder(self._root / path)) for _, path in folders]
+        return any(state not in (None, SupervisorState.DEAD) for state in states)
+
+    def _changed_files(self, version: int) -> list[FilePart]:
+        """Return changed files, as much as an answer holds; each time another incarnation comes first."""
+        answer: list[FilePart] = []
+        room = ANSWER_BYTES
+        self._turn += 1
+        incarnations = list(self._watched)
+        first = self._turn % max(1, len(incarnations))
+        for incarnation in incarnations[first:] + incarnations[:first]:
+            watched = self._watched[incarnation]
+            try:
+                parts = self._changed_of(incarnation, watched, version, room)
+            except Exception as error:  # noqa: BLE001  (its script has damaged something: the others are told)
+                self._complain(self._root / incarnation, error)
+                continue
+            answer += parts
+            room -= sum(len(part.data) for part in parts)
+            if not watched.held and time.monotonic() - watched.changed_s > REST_S and not self._runs(incarnation):
+                del self._watched[incarnation]
+        return answer
+
+    def _changed_of(self, incarnation: str, watched: _Watched, version: int, room: int) -> list[FilePart]:
+        answer: list[FilePart] = []
+        whole, growing = self._look_at(incarnation, watched)
+        statuses = {path: job_folder.read_whole(self._root / path) for path in whole if path[-12:] == "/status.json"}
+        behind: set[str] = set()
+        for path, place in growing:
+            size, theirs = self._size(path), self._theirs.get(path, 0)
+            if size <= theirs:
+                continue
+            watched.changed_s = time.monotonic()
+            data = job_folder.read_part(self._root / path, theirs, min(PART_BYTES, max(room, 0)))
+            if data:
+                room -= len(data)
+                answer.append(FilePart(path=path, data=data, offset=theirs))
+            if theirs + len(data) < size and place.worker_id is not None:
+                behind.add(place.worker_id)
+        for path in whole:
+            if watched.seen[path].version <= version and path not in watched.held:
+                continue
+            content = statuses[path] if path in statuses else job_folder.read_whole(self._root / path)
+            if content is None and path not in statuses:
+                continue
+            if content is None:
+                content = _UNREADABLE  # The service is to find the status unreadable, too.
+            if (room < len(content) and room < ANSWER_BYTES) or (behind and behind & _ended_workers(content)):
+                watched.held.add(path)  # The end of a worker is told after all that it has said.
+                continue
+            if path in watched.held:
+                watched.held.discard(path)
+                self._version += 1
+                watched.seen[path].version = self._version
+            room -= len(content)
+            answer.append(FilePart(path=path, data=content))
+        return answer
+
+    def _look_at(self, incarnation: str, watched: _Watched) -> tuple[list[str], list[tuple[str, Place]]]:
+        """Return the files that are sent whole, with new versions for changed ones, and those that grow."""
+        own = self._own_workers(incarnation)
+        whole, growing = [], []
+        for path in job_folder.files_up(self._root, incarnation, self._manager.nodes):
+            place, stamp = job_folder.place_of(path), job_folder.stamp_of(self._root / path)
+            if place is None or stamp is None or (place.worker_id is not None and place.worker_id not in own):
+                continue
+            if place.grows:
+                growing.append((path, place))
+                continue
+            before = watched.seen.get(path)
+            if before is None or before.stamp != stamp:
+                given = watched.given.get(path)
+                if given is not None and job_folder.read_whole(self._root / path) == given:
+                    continue
+                self._version += 1
+                watched.seen[path] = _Seen(stamp, self._version)
+                watched.changed_s = time.monotonic()
+            whole.append(path)
+        return whole, growing
+
+    def _own_workers(self, incarnation: str) -> set[str]:
+        """Return the ids of the workers that were started here."""
+        known = self._watched[incarnation].workers if incarnation in self._watched else {}
+        for _, path in job_folder.supervisor_folders(self._root, incarnation, self._manager.nodes):
+            if path not in known:
+                try:
+                    spec = SupervisorFolder(self._root / path).read_spec()
+                    known[path] = {str(worker.worker_id) for worker in spec.workers}
+                except (OSError, ValueError, TypeError, RecursionError):
+                    continue  # It is still on its way, or a script has damaged it.
+        return set(itertools.chain.from_iterable(known.values()))
+
+    def _size(self, path: str) -> int:
+        stamp = job_folder.stamp_of(self._root / path)
+        return 0 if stamp is None else min(stamp[2], job_folder.LARGEST_GROWN_BYTES)
+
+    def _complain(self, path: Path, error: Exception) -> None:
+        """Log what is wrong with a job's files, once."""
+        said = f"{path}: {error or type(error).__name__}"
+        if said not in self._complaints and len(self._complaints) < 1000:
+            self._complaints.add(said)
+            logger.warning("what a job's folder holds cannot be used: %s", said)
+
+    def stacks(self, trainers: Mapping[str, tuple[Mapping[str, object] | None, str]]) -> dict[str, str]:
+        """Return the stacks of trainers here, by worker id (see the port)."""
+        asked: dict[str, tuple[ProcessId | None, Path]] = {}
+        with self._lock:
+            for worker_id, (process, path) in trainers.items():
+                incarnation = "/".join(path.split("/")[:3])
+                if path != f"{incarnation}/stacks/{worker_id}.txt" or worker_id not in self._own_workers(incarnation):
+                    raise ValueError(f"{path!r} is not the file for the stacks of a worker here")
+                asked[worker_id] = (ProcessId.from_json(None if process is None else dict(process)), self._root / path)
+        return stacks.ask(asked)
+
+    def close(self) -> None:
+        """Release everything; supervisors go on."""
+        with self._lock:
+            self._manager.let_go()
+        self._aside.shutdown(wait=False, cancel_futures=True)
+
+
+def _ended_long_ago(path: Path) -> bool:
+    try:
+        status = SupervisorFolder(path).read_status()
+        since_s = time.time() - (path / "status.json").stat().st_mtime
+    except Exception:  # noqa: BLE001  (a script has damaged it, or it has not begun)
+        return False
+    return status is not None and status.ended and since_s > ENDED_LATELY_S
+
+
+def _code_of(spec: Path) -> str | None:
+    try:
+        found = json.loads(job_folder.read_whole(spec) or b"{}").get("code_dir")
+    except (ValueError, AttributeError, RecursionError):
+        return None  # A script has damaged it.
+    return found if isinstance(found, str) else None
+
+
+def _ended_workers(status: bytes) -> set[str]:
+    """Return the workers that a status says have ended."""
+    try:
+        workers = json.loads(status)["workers"]
+        return {worker_id for worker_id, worker in workers.items() if worker["ended"]}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return set()
+
+
+def _machine_id() -> str:
+    """Return an id that stays the same when the machine, or the carrier of this agent, is started again."""
+    for path in (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id")):
+        if path.is_file() and (text := path.read_text().strip()):
+            return text
+    return boot_id()

@@ -1,0 +1,533 @@
+"""The service's connection to one node agent: sends what is to be, and keeps what the node has answered.
+
+Runs in the event loop of ``cluster_nodes.py``, in a thread of its own, and never waits for the engine; the engine reads
+the fields of ``NodeLink`` and the files that have arrived, and never waits for a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from elasticflow_airflow.engines.cluster import job_folder
+from elasticflow_airflow.engines.cluster.agent_server import tree_digest
+from elasticflow_airflow.engines.cluster.job_folder import Direction
+from elasticflow_airflow.engines.cluster.messages import (
+    FilePart,
+    Introduction,
+    Probe,
+    Pull,
+    PullAnswer,
+    Push,
+    PushAnswer,
+    Seal,
+    SupervisorStart,
+    SupervisorState,
+    introduction_of,
+)
+from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage
+from elasticflow_airflow.engines.local.files import worker_logs
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
+
+PULL_WAIT_S = 0.5
+"""How long an agent may wait for news: a node that lives answers at least this often."""
+ANSWER_LIMIT_S = 3.0
+RETRY_S = 0.3
+BATCH_S = 0.01
+"""Changes that come within this time are sent together."""
+PUSH_BYTES = 4 << 20
+PART_BYTES = 256 * 1024
+CODE_LIMIT_S = 120.0
+
+logger = logging.getLogger("elasticflow.node")
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """What the engine has asked for since the last push."""
+
+    incarnations: set[str] = field(default_factory=set)
+    """Those whose files may have changed."""
+    renewed: set[str] = field(default_factory=set)
+    renewed_jobs: set[str] = field(default_factory=set)
+    leaving_jobs: set[str] = field(default_factory=set)
+    discarded: set[str] = field(default_factory=set)
+
+    def add(self, other: _Wanted) -> None:
+        """Add what was asked for before and could not be sent."""
+        self.incarnations |= other.incarnations
+        self.renewed |= other.renewed
+        self.renewed_jobs |= other.renewed_jobs
+        self.leaving_jobs |= other.leaving_jobs
+        self.discarded |= other.discarded
+
+
+class NodeLink:
+    """One node agent. ``on_across`` is called for a file that arrived and that other nodes need, too.
+
+    ``on_introduced`` may refuse an agent by ValueError.
+
+    ``epoch``: of this service; the agent refuses lower ones. All methods without ``async`` may be called in any thread.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        root: Path,
+        epoch: int,
+        storage: SharedStorage,
+        on_across: Callable[[NodeLink, str], None],
+        on_introduced: Callable[[NodeLink, Introduction], None],
+    ) -> None:
+        self.url, self._root, self._epoch, self._storage = url, root, epoch, storage
+        self._on_across, self._on_introduced = on_across, on_introduced
+        self._seal = Seal(token)
+        headers = {"Authorization": f"Bearer {token}"}
+        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_LIMIT_S, trust_env=False)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake = asyncio.Event()
+        self._known_path = root / "nodes" / f"{quote(url, safe='')}.json"
+        self.introduction = self._known()
+        """What the agent has said about itself, now or when the service ran before; None before it ever answered."""
+        self._discards_path = self._known_path.with_suffix(".discarded")
+        self._discards = set(json.loads(job_folder.read_whole(self._discards_path) or b"[]"))
+        """Incarnations that the node has not been told to delete."""
+        self._number = 0
+        """Of the last push in this epoch."""
+        self._sending: dict[str, asyncio.Future[None]] = {}
+        """By folder, code that is being sent."""
+        self._complaints: set[str] = set()
+        self._connected = self._is_pushing = False
+        self.problem: str | None = "it has not answered yet"
+        """Why there is no connection, for people; None while there is one."""
+        self.answered_s = time.monotonic()
+        """When it answered last (monotonic)."""
+        self.answers = 0
+        self.supervisors: Mapping[str, SupervisorState] = {}
+        self.holders: Mapping[str, list[dict[str, Any] | None]] = {}
+        self.offset_s = 0.0
+        """Service's clock minus the node's."""
+        self._best_trip_s = float("inf")
+        self._sent: dict[str, tuple[int, int, int]] = {}
+        """By path, the stamp of the file when it was sent, or for a growing one its size as the last number."""
+        self._came: set[str] = set()
+        """Files that came from this node: they are not sent back."""
+        self._lock = threading.Lock()
+        self._wanted = _Wanted()
+        self._starts: dict[str, Mapping[str, str]] = {}
+        """By folder, the secrets of supervisors that shall be started."""
+        self._started: dict[str, int] = {}
+        """By folder, the number of answers at which the agent had started it."""
+        self._failures: dict[str, str] = {}
+
+    # -- for the engine
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """Its nodes, once it has answered."""
+        return () if self.introduction is None else tuple(node.node_id for node in self.introduction.facts.nodes)
+
+    @property
+    def silent_s(self) -> float:
+        """How long it has not answered, in seconds."""
+        return time.monotonic() - self.answered_s
+
+    def mark(self, incarnation: str) -> None:
+        """Have the changed files of an incarnation sent."""
+        self._want(_Wanted(incarnations={incarnation}))
+
+    def renew(self, folder: str) -> None:
+        """Renew the lease of a supervisor."""
+        self._want(_Wanted(renewed={folder}))
+
+    def renew_job(self, job_id: str) -> None:
+        """Renew the leases of all supervisors of a job."""
+        self._want(_Wanted(renewed_jobs={job_id}))
+
+    def ask_to_leave(self, job_id: str) -> None:
+        """Make all supervisors of a job save and leave."""
+        self._want(_Wanted(leaving_jobs={job_id}))
+
+    def discard(self, incarnation: str) -> None:
+        """Have the files of an incarnation deleted, except its checkpoints; noted on disk until the node knows."""
+        self._discards.add(incarnation)
+        job_folder.write_whole(self._discards_path, json.dumps(sorted(self._discards)).encode())
+        self._want(_Wanted(discarded={incarnation}))
+
+    def start(self, folder: str, secret_env: Mapping[str, str]) -> str | None:
+        """Have a supervisor started, unless it is coming up; return why it was not at the last attempt, if so."""
+        failure = self._failures.pop(folder, None)
+        if failure is None and not self.is_coming_up(folder):
+            with self._lock:
+                self._starts[folder] = secret_env
+            self.mark(job_folder.incarnation_of(folder))
+        return failure
+
+    def is_coming_up(self, folder: str) -> bool:
+        """Return whether a supervisor is being started, or was started and has not written a status yet."""
+        if folder in self._starts or self.supervisors.get(folder) is SupervisorState.COMING:
+            return True
+        # The answer that was under way when it was started does not know of it yet.
+        started = self._started.get(folder)
+        return started is not None and self.answers < started + 2
+
+    def state_of(self, folder: str) -> SupervisorState:
+        """Return the last known state of a supervisor that has written a status, and has not ended."""
+        # The agent tells of each until it has ended; one of which it knows nothing was lost with its folder.
+        return self.supervisors.get(folder, SupervisorState.DEAD)
+
+    async def ask_for_stacks(self, trainers: Mapping[str, tuple[Mapping[str, Any] | None, str]], limit_s: float) -> Any:
+        """Return the stacks of trainers there. Raises httpx.HTTPError."""
+        answer = await self._client.post("/stacks", json={"trainers": trainers}, timeout=limit_s)
+        answer.raise_for_status()
+        return answer.json()
+
+    def _want(self, wanted: _Wanted) -> None:
+        with self._lock:
+            self._wanted.add(wanted)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # The loop has just been closed.
+                self._loop.call_soon_threadsafe(self._wake.set)
+
+    # -- the two conversations
+
+    async def run(self) -> None:
+        """Converse with the agent until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        self._wake.set()
+        async with self._client:
+            await asyncio.gather(self._pull_for_ever(), self._push_for_ever())
+
+    async def flush(self) -> None:
+        """Wait until everything wanted so far has been sent."""
+        while self._is_pushing or self._wanted != _Wanted() or self._starts:
+            await asyncio.sleep(BATCH_S)
+
+    async def _pull_for_ever(self) -> None:
+        version, sizes = 0, dict[str, int]()
+        while True:
+            try:
+                if not self._connected:
+                    await self._introduce()
+                    version, sizes = 0, await asyncio.to_thread(self._sizes_here)
+                asked_s, begun_s = time.time(), time.monotonic()
+                request = Pull(epoch=self._epoch, version=version, sizes=sizes, wait_s=PULL_WAIT_S)
+                answer = PullAnswer.model_validate_json(await self._post("/pull", request.model_dump_json()))
+                if answer.instance != self._instance:
+                    self._connected = False  # It was started again, and may know nothing.
+                    continue
+                self.answered_s = time.monotonic()
+                self._compare_clocks(asked_s, self.answered_s - begun_s, answer.now_s)
+                self._take(answer)
+                version = answer.version
+                sizes = {file.path: self._size_after(file) for file in answer.files if file.offset is not None}
+            except Exception as error:  # noqa: BLE001  (whatever it is, this node is tried again, and the others go on)
+                self._complain(error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _push_for_ever(self) -> None:
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(BATCH_S)
+            self._wake.clear()
+            if not self._connected:
+                await asyncio.sleep(RETRY_S)
+                self._wake.set()
+                continue
+            try:
+                self._is_pushing = True
+                await self._push()
+            except Exception as error:  # noqa: BLE001
+                self._complain(error)
+                await asyncio.sleep(RETRY_S)
+                self._wake.set()
+            finally:
+                self._is_pushing = False
+
+    async def _introduce(self) -> None:
+        asked_s, begun_s = time.time(), time.monotonic()
+        answer = await self._client.get("/introduction")
+        if answer.is_error:
+            raise httpx.HTTPStatusError(answer.text[:500], request=answer.request, response=answer)
+        found = introduction_of(answer.json())
+        took_s = time.monotonic() - begun_s
+        self._on_introduced(self, found)
+        await self._post("/probe", Probe(name=self._storage.name, content=self._storage.content).model_dump_json())
+        await asyncio.to_thread(self._storage.check_answer, found.instance)
+        # Higher than that of any service before this one, whatever the clocks of both say.
+        self._epoch = max(self._epoch, found.epoch + 1)
+        self._number = 0
+        self._best_trip_s = float("inf")
+        self._compare_clocks(asked_s, took_s, found.now_s)
+        self._sent.clear()
+        self._came.clear()
+        self._started.clear()
+        job_folder.write_whole(self._known_path, found.model_dump_json().encode())
+        self.introduction, self._connected = found, True
+        self._wake.set()
+
+    def _sizes_here(self) -> dict[str, int]:
+        """Return how much of growing files has arrived before, for the supervisors that may not have ended."""
+        found: dict[str, int] = {}
+        for incarnation in job_folder.unfinished(self._root, self.node_ids, has_ended):
+            for path in job_folder.files_up(self._root, incarnation, self.node_ids):
+                place = job_folder.place_of(path)
+                if place is not None and place.grows:
+                    found[path] = self._size(path)
+        return found
+
+    def _known(self) -> Introduction | None:
+        """Return what the agent said when the service ran before: its gangs are on record by the names of its nodes."""
+        try:
+            return Introduction.model_validate_json(self._known_path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    @property
+    def _instance(self) -> str:
+        return "" if self.introduction is None else self.introduction.instance
+
+    async def _post(self, path: str, body: str) -> bytes:
+        answer = await self._client.post(path, content=body, headers={"Content-Type": "application/json"})
+        if answer.is_error:
+            raise httpx.HTTPStatusError(answer.text[:500], request=answer.request, response=answer)
+        return answer.content
+
+    def _complain(self, error: Exception) -> None:
+        said = str(error) or type(error).__name__
+        if said != self.problem:
+            logger.warning("node at %s: %s", self.url, said)
+        self.problem = said
+
+    # -- up
+
+    def _take(self, answer: PullAnswer) -> None:
+        for file in answer.files:
+            try:
+                self._take_file(file)
+            except Exception as error:  # noqa: BLE001  (a script can have made anything of it: the other files are taken)
+                self._complain_of(file.path, error)
+        self.supervisors, self.holders = answer.supervisors, answer.holders
+        for folder in [folder for folder, at in self._started.items() if self.answers > at + 2]:
+            self._started.pop(folder, None)
+        self.answers += 1
+        if self.problem is not None:
+            logger.info("node at %s answers", self.url)
+        self.problem = None
+
+    def _take_file(self, file: FilePart) -> None:
+        place = job_folder.place_of(file.path)
+        if place is None or place.direction is Direction.DOWN or place.node_id not in (None, *self.node_ids):
+            raise ValueError("it is none of the node's files")
+        path = self._root / file.path
+        if not (self._root / place.incarnation).is_dir():
+            return  # The job's files were removed.
+        if file.offset is not None:
+            is_new = file.offset == 0
+            job_folder.write_part(path, file.offset, file.data)
+            if is_new and place.direction is Direction.UP and place.worker_id is not None:
+                # The node keeps as many by itself.
+                for _, old in worker_logs.segments(path.parent, place.worker_id)[: -worker_logs.KEEP_SEGMENTS]:
+                    old.unlink(missing_ok=True)
+        else:
+            data = with_time(file, self.offset_s) if "/heartbeats/" in file.path else file.data
+            if place.direction is Direction.UP or job_folder.read_whole(path) != data:
+                job_folder.write_whole(path, data)
+        if place.direction is Direction.ACROSS:
+            self._came.add(file.path)
+            self._on_across(self, file.path)
+
+    def _size(self, path: str) -> int:
+        stamp = job_folder.stamp_of(self._root / path)
+        return 0 if stamp is None else stamp[2]
+
+    def _size_after(self, part: FilePart) -> int:
+        """Return how much of a growing file need not be sent again: of a removed job's, all that came."""
+        arrived = (part.offset or 0) + len(part.data)
+        place = job_folder.place_of(part.path)
+        is_kept = place is not None and (self._root / place.incarnation).is_dir()
+        return self._size(part.path) if is_kept else arrived
+
+    def _compare_clocks(self, asked_s: float, took_s: float, now_s: float) -> None:
+        """Keep the comparison of the shortest trip, unless a later one shows that a clock was set."""
+        self._best_trip_s *= 1.001  # Clocks drift: a comparison does not count for ever.
+        possible = asked_s - now_s <= self.offset_s <= asked_s + took_s - now_s
+        if took_s <= self._best_trip_s or not possible:
+            self._best_trip_s = took_s
+            self.offset_s = asked_s + took_s / 2 - now_s
+
+    def _complain_of(self, what: str, error: object) -> None:
+        """Log what is wrong with one job's file, once."""
+        said = f"{what}: {error or type(error).__name__}"
+        if said not in self._complaints and len(self._complaints) < 1000:
+            self._complaints.add(said)
+            logger.warning("node at %s: %s", self.url, said)
+
+    # -- down
+
+    async def _push(self) -> None:
+        with self._lock:
+            wanted, self._wanted = self._wanted, _Wanted()
+            starts = dict(self._starts)
+        stamps: dict[str, tuple[int, int, int]] = {}
+        self._number += 1
+        try:
+            files, postponed = self._parts(wanted, stamps)
+            starts = {path: env for path, env in starts.items() if job_folder.incarnation_of(path) not in postponed}
+            sealed = [SupervisorStart(path=path, sealed_env=self._seal.close(env)) for path, env in starts.items()]
+            push = Push(
+                epoch=self._epoch,
+                number=self._number,
+                files=files,
+                renewed=sorted(wanted.renewed),
+                starts=sealed,
+                renewed_jobs=sorted(wanted.renewed_jobs),
+                leaving_jobs=sorted(wanted.leaving_jobs),
+                discarded=sorted(wanted.discarded | self._discards),
+            )
+            if push == Push(epoch=self._epoch, number=self._number):
+                return
+            answer = PushAnswer.model_validate_json(await self._post("/push", push.model_dump_json()))
+            if answer.instance != self._instance:
+                raise ValueError("the agent was started again")
+        except BaseException:
+            self._want(wanted)
+            raise
+        for path, reason in answer.refused.items():
+            # It is sent again when the job is published again, which happens all the time while it lives.
+            stamps.pop(path, None)
+            self._complain_of(path, reason)
+        self._sent |= stamps
+        self._forget(set(push.discarded))
+        self._took_starts(starts, answer)
+
+    def _took_starts(self, starts: Mapping[str, Mapping[str, str]], answer: PushAnswer) -> None:
+        """Note which supervisors were started, and send the code that others lack."""
+        for folder in set(answer.lacking.values()) - self._sending.keys():
+            self._sending[folder] = asyncio.ensure_future(self._send_code(folder))
+        failures = dict(answer.failures)
+        for path, folder in answer.lacking.items():
+            task = self._sending.get(folder)
+            if task is not None and task.done():
+                problem = task.exception()
+                if problem is not None:
+                    failures[path] = f"its code could not be sent there: {problem or type(problem).__name__}"
+        for folder in [folder for folder, task in self._sending.items() if task.done()]:
+            del self._sending[folder]
+        unfinished = (answer.lacking.keys() | set(answer.waiting)) - failures.keys()
+        with self._lock:
+            for path, env in starts.items():
+                if path not in unfinished and self._starts.get(path) is env:
+                    del self._starts[path]
+                    self._started[path] = self.answers
+            self._failures |= failures
+        if unfinished and self._loop is not None:
+            self._loop.call_later(RETRY_S, self._wake.set)
+
+    def _forget(self, incarnations: set[str]) -> None:
+        """Note that the node deletes incarnations."""
+        if incarnations:
+            gone = {path for path in self._sent.keys() | self._came if job_folder.incarnation_of(path) in incarnations}
+            self._sent = {path: stamp for path, stamp in self._sent.items() if path not in gone}
+            self._came -= gone
+            self._discards -= incarnations
+            job_folder.write_whole(self._discards_path, json.dumps(sorted(self._discards)).encode())
+
+    def _parts(self, wanted: _Wanted, stamps: dict[str, tuple[int, int, int]]) -> tuple[list[FilePart], set[str]]:
+        """Return what has changed in the wanted incarnations, and those for which there was no room any more.
+
+        Notes in ``stamps`` what that will have sent.
+        """
+        found: list[FilePart] = []
+        postponed: set[str] = set()
+        room = PUSH_BYTES
+        for incarnation in sorted(wanted.incarnations):
+            for path in job_folder.files_down(self._root, incarnation, self.node_ids):
+                if room <= 0:
+                    postponed.add(incarnation)
+                    break
+                try:
+                    part = self._part(path, stamps)
+                except Exception as error:  # noqa: BLE001  (this job's own trouble)
+                    self._complain_of(path, error)
+                    continue
+                if part is not None:
+                    room -= len(part.data)
+                    found.append(part)
+        for incarnation in postponed:
+            self.mark(incarnation)  # with the next push
+        return found, postponed
+
+    def _part(self, path: str, stamps: dict[str, tuple[int, int, int]]) -> FilePart | None:
+        """Return what has changed of a file since it was sent; None when nothing has, or it came from there."""
+        stamp, place = job_folder.stamp_of(self._root / path), job_folder.place_of(path)
+        if stamp is None or place is None or path in self._came or self._sent.get(path) == stamp:
+            return None
+        stamps[path] = stamp
+        if place.grows:
+            begin = self._sent.get(path, (0, 0, 0))[2]
+            data = job_folder.read_part(self._root / path, begin, PART_BYTES)
+            stamps[path] = (stamp[0], stamp[1], begin + len(data))
+            return FilePart(path=path, data=data, offset=begin) if data else None
+        data_or_none = job_folder.read_whole(self._root / path)
+        if data_or_none is None:
+            return None
+        part = FilePart(path=path, data=data_or_none)
+        if path.endswith("/session.json"):
+            return FilePart(path=path, data=self._session_there(data_or_none))
+        return FilePart(path=path, data=with_time(part, -self.offset_s)) if "/heartbeats/" in path else part
+
+    def _session_there(self, data: bytes) -> bytes:
+        """Return ``session.json`` with the paths that it has on the node."""
+        assert self.introduction is not None
+        session, facts = json.loads(data), self.introduction.facts
+        for name in ("incarnation_dir", "code_dir"):
+            session[name] = facts.path_here(Path(session[name]), self._root)
+        return json.dumps(session, indent=1).encode()
+
+    async def _send_code(self, folder: str) -> None:
+        digest = await asyncio.to_thread(tree_digest, self._root / folder)
+        content = await asyncio.to_thread(_tar_of, self._root / folder)
+        headers = {"x-digest": digest}
+        answer = await self._client.put(f"/code/{folder}", content=content, headers=headers, timeout=CODE_LIMIT_S)
+        if answer.is_error:
+            raise httpx.HTTPStatusError(answer.text[:500], request=answer.request, response=answer)
+
+
+def has_ended(path: Path) -> bool:
+    """Return whether the supervisor of a folder has written its last status."""
+    try:
+        status = SupervisorFolder(path).read_status()
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+    return status is not None and status.ended
+
+
+def with_time(file: FilePart, offset_s: float) -> bytes:
+    """Return a heartbeat with its time by another clock; as it is when a script has damaged it."""
+    try:
+        beat = json.loads(file.data)
+        return json.dumps({**beat, "at_s": beat["at_s"] + offset_s}).encode()
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        return file.data
+
+
+def _tar_of(folder: Path) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        tar.add(folder, arcname=".")
+    return buffer.getvalue()

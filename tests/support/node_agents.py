@@ -1,0 +1,37 @@
+"""Starts node agents as users do, each with a folder of its own below one base."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support.machines import Machines
+
+TOKEN = "a-token-of-the-tests"
+
+
+def start_agent(
+    base: Path, node_id: str, listen: str, slots: int, machines: Machines | None = None, index: int = 0
+) -> tuple[subprocess.Popen[str], str]:
+    """Start an agent, on this machine or on one of ``machines``; return its process and its address."""
+    options = {
+        "--folder": base / node_id,
+        "--shared-dir": base / "shared",
+        "--slot-lock-dir": base / f"locks-{node_id}",
+        "--node-id": node_id,
+        "--listen": listen,
+        "--slots": slots,
+    }
+    command = [
+        *(sys.executable, "-c", "from elasticflow_airflow.cli.main import main; main()", "node"),
+        *(str(word) for pair in options.items() for word in pair),
+    ]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ELASTICFLOW_NODE_TOKEN": TOKEN}
+    if machines is None:
+        agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    else:
+        agent = machines.run(index, command, env)
+    assert agent.stdout is not None
+    return agent, "http://" + agent.stdout.readline().split()[-1]
