@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SLOW := slow or airflow or postgres or browser or ray
 # The fast tests run in so many processes.
-JOBS ?= 2
+JOBS ?= 3
 # The slow ones: one process runs what trains and needs the cores, the others what mostly waits (tests/conftest.py).
 SYSTEM_JOBS ?= 3
 # Those that take many minutes mostly wait, for workers that come, leave and die.
