@@ -247,7 +247,8 @@ class ClusterNodes:
                     self._abandon(link.node_ids)
                     self._suspected.add(link)
                     self._met.discard(link)
-            elif link.answers and link not in self._met:
+                    link.is_current = False
+            elif link.is_current and link not in self._met:
                 if link in self._suspected:
                     logger.warning("node %s answers again", self._names(link))
                 self._suspected.discard(link)
@@ -380,7 +381,7 @@ class ClusterNodes:
             self._ticked_s = now_s
 
     def _present(self) -> list[NodeLink]:
-        return [link for link in self._links if link.answers and link.silent_s <= self._suspicion_s]
+        return [link for link in self._links if link.is_current and link.silent_s <= self._suspicion_s]
 
     def _link(self, node_id: str) -> NodeLink:
         for link in self._links:

@@ -116,6 +116,8 @@ class NodeLink:
         """Why there is no connection, for people; None while there is one."""
         self.answered_s = time.monotonic()
         """When it answered last (monotonic)."""
+        self.is_current = False
+        """Whether what is known of its slots and supervisors is from after its last silence."""
         self.answers = 0
         self.supervisors: Mapping[str, SupervisorState] = {}
         self.holders: Mapping[str, list[dict[str, Any] | None]] = {}
@@ -273,6 +275,7 @@ class NodeLink:
         self._number = 0
         self._best_trip_s = float("inf")
         self._compare_clocks(asked_s, took_s, found.now_s)
+        self.is_current = False
         self._sent.clear()
         self._came.clear()
         self._started.clear()
@@ -325,6 +328,7 @@ class NodeLink:
         for folder in [folder for folder, at in self._started.items() if self.answers > at + 2]:
             self._started.pop(folder, None)
         self.answers += 1
+        self.is_current = True
         if self.problem is not None:
             logger.info("node at %s answers", self.url)
         self.problem = None
