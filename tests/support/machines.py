@@ -24,6 +24,10 @@ def need_namespaces() -> None:
     tried = subprocess.run(["unshare", "--net", "--pid", "--uts", "--fork", "true"], capture_output=True, check=False)
     if tried.returncode:
         pytest.skip(f"namespaces cannot be made here: {tried.stderr.decode().strip()}")
+    try:
+        Machines(1).close()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"namespaces cannot be connected here: {error.stderr.decode().strip()}")
 
 
 def _ip(*words: str) -> None:
