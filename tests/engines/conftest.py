@@ -313,7 +313,7 @@ class ClusterBench(LocalBench):
     machines: Machines | None = None
     agents: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
-    suspicion_s: float = 5.0
+    suspicion_s: float
 
     def start_agent(self, node_id: str) -> None:
         """Start the agent of a node, at the address that it had before, if any."""
@@ -394,9 +394,10 @@ def local_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch)
     bench.end()
 
 
-def open_cluster(base: Path, machines: Machines | None = None) -> Iterator[ClusterBench]:
+def open_cluster(base: Path, machines: Machines | None, suspicion_s: float) -> Iterator[ClusterBench]:
     nodes = ("local0", "local1")
-    bench = ClusterBench(engine=FakeEngine(jobs_dir=base), base=base, nodes=nodes, machines=machines)
+    fake = FakeEngine(jobs_dir=base)
+    bench = ClusterBench(engine=fake, base=base, nodes=nodes, machines=machines, suspicion_s=suspicion_s)
     try:
         for node_id in bench.nodes:
             bench.start_agent(node_id)
@@ -412,7 +413,8 @@ def open_cluster(base: Path, machines: Machines | None = None) -> Iterator[Clust
 def cluster_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterBench]:
     """Two agents on this machine."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    yield from open_cluster(tmp_path)
+    # Longer than the default: a busy machine that runs these tests is no silent node.
+    yield from open_cluster(tmp_path, None, 20.0)
 
 
 @pytest.fixture
@@ -420,7 +422,7 @@ def machines_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPat
     """Two machines in namespaces."""
     need_namespaces()
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    yield from open_cluster(tmp_path, Machines(2))
+    yield from open_cluster(tmp_path, Machines(2), 5.0)
 
 
 @pytest.fixture(params=["fake", "local", pytest.param("cluster", marks=pytest.mark.slow)])

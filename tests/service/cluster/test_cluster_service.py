@@ -45,6 +45,7 @@ def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "nodes": ",".join(f"http://{address}:8322" for address in trial.machines.addresses),
         "shared_dir": state_dir.parent / "shared",
         "node_token": TOKEN,
+        "suspicion_s": 10,
     }
     try:
         for index in range(2):
