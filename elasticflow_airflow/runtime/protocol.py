@@ -438,15 +438,20 @@ def read_some_reports(path: Path, offset: int = 0) -> tuple[list[tuple[Report, i
 
 
 def write_json_atomic(path: Path, value: Mapping[str, Any], *, flush: bool = True) -> None:
-    """Write JSON to a temporary file, flush it to disk and rename it: readers see the old or the new content, complete.
+    """Write JSON atomically (see :func:`write_atomic`)."""
+    write_atomic(path, json.dumps(value, indent=1).encode(), flush=flush)
+
+
+def write_atomic(path: Path, data: bytes, *, flush: bool = True) -> None:
+    """Write to a temporary file, flush it to disk and rename it: readers see the old or the new content, complete.
 
     Without ``flush`` the file may be missing or empty after a crash of the machine (not of a process).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(value, file, indent=1)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             if flush:
                 os.fsync(file.fileno())

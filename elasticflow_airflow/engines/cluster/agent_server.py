@@ -48,8 +48,6 @@ LONGEST_WAIT_S = 5.0
 LARGEST_BODY_BYTES = 256 << 20
 _SIOCGIFADDR = 0x8915
 
-logger = logging.getLogger("elasticflow.node")
-
 
 def create_app(agent: NodeAgent, token: str) -> FastAPI:
     """Return the application. Errors: 401 without the token, 409 for a request that came too late, 413, 422, 507."""

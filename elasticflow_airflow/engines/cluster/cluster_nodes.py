@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as NoAnswerInTimeError
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.stacks import LIMIT_S as STACKS_LIMIT_S
 from elasticflow_airflow.engines.local.machines import Trainer
 from elasticflow_airflow.engines.local.node_facts import NodeFacts
-from elasticflow_airflow.engines.local.node_manager import offer
+from elasticflow_airflow.engines.local.node_manager import number_in, offer
 from elasticflow_airflow.engines.port import EngineError, EngineNode, SlotsHeldError
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
@@ -113,26 +113,19 @@ class ClusterNodes:
         found = []
         for link in self._present():
             introduction = link.introduction
-            for node in introduction.facts.nodes if introduction is not None else ():
+            if introduction is None:
+                continue
+            for node in introduction.facts.nodes:
                 holders = link.holders.get(node.node_id)
                 if holders is None:
                     continue
-                root = introduction.facts.state_dir if introduction is not None else ""
-                offered = offer(node, holders, root, has_gang)
+                offered = offer(node, holders, introduction.facts.state_dir, has_gang)
                 given_up = {
                     index: f"{slots.describe(holder)}, given up while the node was silent: it is being ended"
                     for index, holder in enumerate(holders)
                     if holder is not None and self._was_abandoned(node.node_id, holder)
                 }
-                found.append(
-                    EngineNode(
-                        node_id=offered.node_id,
-                        slots=offered.slots,
-                        device=offered.device,
-                        device_type=offered.device_type,
-                        busy={**offered.busy, **given_up},
-                    )
-                )
+                found.append(replace(offered, busy={**offered.busy, **given_up}))
         return tuple(found)
 
     def check_slots(self, wanted: Iterable[Slot]) -> None:
@@ -191,7 +184,7 @@ class ClusterNodes:
 
     def _send_across(self, source: NodeLink, path: str) -> None:
         """Have a file that came from one node sent to the others of its job."""
-        incarnation = "/".join(path.split("/")[:3])
+        incarnation = job_folder.incarnation_of(path)
         for link in self._links_of(incarnation):
             if link is not source:
                 link.mark(incarnation)
@@ -201,9 +194,6 @@ class ClusterNodes:
         return [link for link in self._links if nodes.intersection(link.node_ids)]
 
     # -- supervisors
-
-    def warm_pool(self) -> None:
-        """Do nothing: each agent does."""
 
     def spawn(self, node_id: str, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> None:
         """Have the supervisor of a node started. Raises EngineError if it did not come up before."""
@@ -341,12 +331,12 @@ class ClusterNodes:
 
     def latest(self, job_id: str) -> int:
         """Return the highest running generation of a job; 0 when there is none."""
-        return max((_number(holder, "generation") for holder in self.held_by(job_id).values()), default=0)
+        return max((number_in(holder, "generation") for holder in self.held_by(job_id).values()), default=0)
 
     def running(self, job_id: str) -> list[tuple[int, int, list[Slot]]]:
         """Return (incarnation, generation, slots) of each running gang of a job."""
         held = sorted(
-            ((_number(holder, "incarnation"), _number(holder, "generation")), slot)
+            ((number_in(holder, "incarnation"), number_in(holder, "generation")), slot)
             for slot, holder in self.held_by(job_id).items()
         )
         return [(*key, [slot for _, slot in group]) for key, group in itertools.groupby(held, key=lambda one: one[0])]
@@ -407,7 +397,7 @@ class ClusterNodes:
 
     def _was_abandoned(self, node_id: str, holder: Mapping[str, Any]) -> bool:
         """Return whether the holder of a slot is a supervisor that was given up."""
-        incarnation, generation = _number(holder, "incarnation"), _number(holder, "generation")
+        incarnation, generation = number_in(holder, "incarnation"), number_in(holder, "generation")
         job_dir = self._root / "jobs" / str(holder.get("job_id"))
         folder = SupervisorFolder.of(job_dir / f"i{incarnation:06d}", generation, node_id)
         return (folder.path / _ABANDONED).exists()
@@ -418,8 +408,3 @@ class ClusterNodes:
     @staticmethod
     def _names(link: NodeLink) -> str:
         return ", ".join(link.node_ids) or f"at {link.url}"
-
-
-def _number(holder: Mapping[str, Any], name: str) -> int:
-    value = holder.get(name)
-    return value if type(value) is int and 0 < value < 1 << 31 else 0

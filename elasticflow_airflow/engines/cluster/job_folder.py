@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
-from elasticflow_airflow.runtime.protocol import open_ordinary
+from elasticflow_airflow.runtime.protocol import open_ordinary, write_atomic
 
 LARGEST_BYTES = 4 << 20
 """Limit on a file that is sent whole: a script can write anything into its folder."""
@@ -166,16 +165,7 @@ def read_part(path: Path, offset: int, limit: int) -> bytes:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file atomically. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:50]}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    write_atomic(path, data, flush=False)
 
 
 def write_part(path: Path, offset: int, data: bytes) -> None:

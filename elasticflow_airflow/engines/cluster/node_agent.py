@@ -106,7 +106,6 @@ class NodeAgent:
         (self._root / "jobs").mkdir(mode=0o700, parents=True, exist_ok=True)
         pool = None if warm_imports is None else WarmPool(warm_imports, self._root / "pool")
         self._manager = NodeManager(self._root, nodes, lock_dir, environ, pool)
-        self._manager.warm_pool()
         self._seal = Seal(token)
         self._lock = threading.RLock()
         self._instance = secrets.token_hex(8)
@@ -475,7 +474,7 @@ class NodeAgent:
         asked: dict[str, tuple[ProcessId | None, Path]] = {}
         with self._lock:
             for worker_id, (process, path) in trainers.items():
-                incarnation = "/".join(path.split("/")[:3])
+                incarnation = job_folder.incarnation_of(path)
                 if path != f"{incarnation}/stacks/{worker_id}.txt" or worker_id not in self._own_workers(incarnation):
                     raise ValueError(f"{path!r} is not the file for the stacks of a worker here")
                 asked[worker_id] = (ProcessId.from_json(None if process is None else dict(process)), self._root / path)

@@ -64,7 +64,6 @@ class _Wanted:
     renewed: set[str] = field(default_factory=set)
     renewed_jobs: set[str] = field(default_factory=set)
     leaving_jobs: set[str] = field(default_factory=set)
-    discarded: set[str] = field(default_factory=set)
 
     def add(self, other: _Wanted) -> None:
         """Add what was asked for before and could not be sent."""
@@ -72,7 +71,6 @@ class _Wanted:
         self.renewed |= other.renewed
         self.renewed_jobs |= other.renewed_jobs
         self.leaving_jobs |= other.leaving_jobs
-        self.discarded |= other.discarded
 
 
 class NodeLink:
@@ -166,9 +164,10 @@ class NodeLink:
 
     def discard(self, incarnation: str) -> None:
         """Have the files of an incarnation deleted, except its checkpoints; noted on disk until the node knows."""
-        self._discards.add(incarnation)
-        job_folder.write_whole(self._discards_path, json.dumps(sorted(self._discards)).encode())
-        self._want(_Wanted(discarded={incarnation}))
+        with self._lock:
+            self._discards.add(incarnation)
+            self._keep_discards()
+        self._want(_Wanted())
 
     def start(self, folder: str, secret_env: Mapping[str, str]) -> str | None:
         """Have a supervisor started, unless it is coming up; return why it was not at the last attempt, if so."""
@@ -194,9 +193,7 @@ class NodeLink:
 
     async def ask_for_stacks(self, trainers: Mapping[str, tuple[Mapping[str, Any] | None, str]], limit_s: float) -> Any:
         """Return the stacks of trainers there. Raises httpx.HTTPError."""
-        answer = await self._client.post("/stacks", json={"trainers": trainers}, timeout=limit_s)
-        answer.raise_for_status()
-        return answer.json()
+        return _checked(await self._client.post("/stacks", json={"trainers": trainers}, timeout=limit_s)).json()
 
     def _want(self, wanted: _Wanted) -> None:
         with self._lock:
@@ -262,9 +259,7 @@ class NodeLink:
 
     async def _introduce(self) -> None:
         asked_s, begun_s = time.time(), time.monotonic()
-        answer = await self._client.get("/introduction")
-        if answer.is_error:
-            raise httpx.HTTPStatusError(answer.text[:500], request=answer.request, response=answer)
+        answer = _checked(await self._client.get("/introduction"))
         found = introduction_of(answer.json())
         took_s = time.monotonic() - begun_s
         self._on_introduced(self, found)
@@ -305,10 +300,8 @@ class NodeLink:
         return "" if self.introduction is None else self.introduction.instance
 
     async def _post(self, path: str, body: str) -> bytes:
-        answer = await self._client.post(path, content=body, headers={"Content-Type": "application/json"})
-        if answer.is_error:
-            raise httpx.HTTPStatusError(answer.text[:500], request=answer.request, response=answer)
-        return answer.content
+        headers = {"Content-Type": "application/json"}
+        return _checked(await self._client.post(path, content=body, headers=headers)).content
 
     def _complain(self, error: Exception) -> None:
         said = str(error) or type(error).__name__
@@ -386,7 +379,7 @@ class NodeLink:
     async def _push(self) -> None:
         with self._lock:
             wanted, self._wanted = self._wanted, _Wanted()
-            starts = dict(self._starts)
+            starts, discards = dict(self._starts), sorted(self._discards)
         stamps: dict[str, tuple[int, int, int]] = {}
         self._number += 1
         try:
@@ -401,7 +394,7 @@ class NodeLink:
                 starts=sealed,
                 renewed_jobs=sorted(wanted.renewed_jobs),
                 leaving_jobs=sorted(wanted.leaving_jobs),
-                discarded=sorted(wanted.discarded | self._discards),
+                discarded=discards,
             )
             if push == Push(epoch=self._epoch, number=self._number):
                 return
@@ -416,7 +409,7 @@ class NodeLink:
             stamps.pop(path, None)
             self._complain_of(path, reason)
         self._sent |= stamps
-        self._forget(set(push.discarded))
+        self._forget(set(discards))
         self._took_starts(starts, answer)
 
     def _took_starts(self, starts: Mapping[str, Mapping[str, str]], answer: PushAnswer) -> None:
@@ -448,8 +441,12 @@ class NodeLink:
             gone = {path for path in self._sent.keys() | self._came if job_folder.incarnation_of(path) in incarnations}
             self._sent = {path: stamp for path, stamp in self._sent.items() if path not in gone}
             self._came -= gone
-            self._discards -= incarnations
-            job_folder.write_whole(self._discards_path, json.dumps(sorted(self._discards)).encode())
+            with self._lock:
+                self._discards -= incarnations
+                self._keep_discards()
+
+    def _keep_discards(self) -> None:
+        job_folder.write_whole(self._discards_path, json.dumps(sorted(self._discards)).encode())
 
     def _parts(self, wanted: _Wanted, stamps: dict[str, tuple[int, int, int]]) -> tuple[list[FilePart], set[str]]:
         """Return what has changed in the wanted incarnations, and those for which there was no room any more.
@@ -507,9 +504,14 @@ class NodeLink:
         digest = await asyncio.to_thread(tree_digest, self._root / folder)
         content = await asyncio.to_thread(_tar_of, self._root / folder)
         headers = {"x-digest": digest}
-        answer = await self._client.put(f"/code/{folder}", content=content, headers=headers, timeout=CODE_LIMIT_S)
-        if answer.is_error:
-            raise httpx.HTTPStatusError(answer.text[:500], request=answer.request, response=answer)
+        _checked(await self._client.put(f"/code/{folder}", content=content, headers=headers, timeout=CODE_LIMIT_S))
+
+
+def _checked(answer: httpx.Response) -> httpx.Response:
+    """Return an answer. Raises HTTPStatusError, with what the agent said, for one that is an error."""
+    if answer.is_error:
+        raise httpx.HTTPStatusError(answer.text[:500], request=answer.request, response=answer)
+    return answer
 
 
 def has_ended(path: Path) -> bool:

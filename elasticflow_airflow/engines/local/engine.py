@@ -67,7 +67,6 @@ class TorchrunEngine:
         """By job id: why its record cannot be read, for jobs whose gangs may still run."""
         with disk_errors(self._state_dir):
             self._records_dir.mkdir(parents=True, exist_ok=True)
-            machines.warm_pool()
             for path in sorted(self._records_dir.glob("*.json")):
                 self._load(path)
 

@@ -67,10 +67,6 @@ class Machines(Protocol):
 
     # -- supervisors
 
-    def warm_pool(self) -> None:
-        """Warm up processes for the most common jobs."""
-        ...
-
     def spawn(self, node_id: str, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> None:
         """Start the supervisor of a node, unless it is coming up. Raises EngineError if it did not come up before."""
         ...

@@ -55,6 +55,10 @@ class NodeManager:
         self._interpreters = InterpreterCheck()
         self._pool = pool
         self._supervisors: dict[Path, subprocess.Popen[bytes]] = {}
+        slot = next((slot for node in nodes for slot in node.slots), None)
+        if pool is not None and slot is not None:
+            # For the most common jobs: the service's interpreter and default environment.
+            pool.warm(sys.executable, self._facts.worker_env({}) | threads_env(slot))
 
     @property
     def nodes(self) -> Mapping[str, NodeLayout]:
@@ -101,12 +105,6 @@ class NodeManager:
         folder.renew()
 
     # -- supervisors ------------------------------------------------------------------------------------------------
-
-    def warm_pool(self) -> None:
-        """Warm up the pool for the most common jobs: the service's interpreter and default environment."""
-        slot = next((slot for node in self._nodes.values() for slot in node.slots), None)
-        if self._pool is not None and slot is not None:
-            self._pool.warm(sys.executable, self._facts.worker_env({}) | threads_env(slot))
 
     def spawn(self, node_id: str, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> None:
         """Start the supervisor of a node, unless it is coming up. Raises EngineError if it did not come up before."""
@@ -226,20 +224,20 @@ class NodeManager:
 
     def latest(self, job_id: str) -> int:
         """Return the highest running generation of a job; 0 when there is none."""
-        return max((_number(holder, "generation") for holder in self.held_by(job_id).values()), default=0)
+        return max((number_in(holder, "generation") for holder in self.held_by(job_id).values()), default=0)
 
     def running(self, job_id: str) -> list[tuple[int, int, list[Slot]]]:
         """Return (incarnation, generation, slots) of each running gang of a job; incarnation 0 where it is unknown."""
         by_generation: dict[int, list[tuple[Slot, dict[str, Any]]]] = {}
         for slot, holder in sorted(self.held_by(job_id).items()):
-            by_generation.setdefault(_number(holder, "generation"), []).append((slot, holder))
+            by_generation.setdefault(number_in(holder, "generation"), []).append((slot, holder))
         return [
-            (_incarnation_of(_number(held[0][1], "pid")), generation, [slot for slot, _ in held])
+            (_incarnation_of(number_in(held[0][1], "pid")), generation, [slot for slot, _ in held])
             for generation, held in sorted(by_generation.items())
         ]
 
     def _pids(self, job_id: str) -> set[int]:
-        return {_number(holder, "pid") for holder in self.held_by(job_id).values()} - {0}
+        return {number_in(holder, "pid") for holder in self.held_by(job_id).values()} - {0}
 
 
 def look_at_nodes(
@@ -289,6 +287,7 @@ def _incarnation_of(pid: int) -> int:
     return int(name[1:]) if name[:1] == "i" and name[1:].isdecimal() else 0
 
 
-def _number(holder: Mapping[str, Any], name: str) -> int:
+def number_in(holder: Mapping[str, Any], name: str) -> int:
+    """Return a positive number that the holder of a slot has written of itself; 0 when there is none."""
     value = holder.get(name)
     return value if type(value) is int and 0 < value < 1 << 31 else 0

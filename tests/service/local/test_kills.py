@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.training_scripts import BATCH, COUNTING, SAMPLES, STEPS_PER_EPOCH
+from support.trial import processes_of
 
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_script
@@ -22,20 +22,6 @@ from elasticflow_airflow.engines.local.machine.processes import ProcessId, child
 from elasticflow_airflow.runtime.protocol import read_reports, report_path
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of processes that belong to a state directory, by their arguments or environment."""
-    needle, found = os.fsencode(folder), []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{name}/cmdline").read_bytes()
-            about = words + Path(f"/proc/{name}/environ").read_bytes()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if int(name) != os.getpid() and needle in about:
-            found.append(words.replace(b"\0", b" ").decode(errors="replace"))
-    return found
 
 
 @dataclass
