@@ -50,6 +50,7 @@ from elasticflow_airflow.service.telemetry.event_log_follower import EventLogFol
 from elasticflow_airflow.service.telemetry.traces import traces_from_environment
 
 SOCKET_PATH_LIMIT = 107
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _IDLE_LOOK_S = 0.5
 _SWITCH_S = 0.001
 """The loop may compute for seconds when many jobs come; other threads then get their turn five times as often."""
@@ -92,7 +93,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
 
     The caller holds the lock. Raises CannotServeError, which says what to do.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also before there is a server that handles it
+    told_to_stop = _note_signals()
     sys.setswitchinterval(_SWITCH_S)
     gc.set_threshold(*_COLLECT)
     gc.freeze()
@@ -140,6 +141,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
             server.should_exit = True
 
         ownership.watch(reconciler.begin_anew, leave)
+        _pass_signals_to(server, told_to_stop)
         log.info("service started", version=__version__, endpoint=where, engine=engine.name, pid=os.getpid())
         follower.start()
         loop = threading.Thread(target=reconciler.run, name="reconcile", daemon=True)
@@ -152,6 +154,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
                 daemon=True,
             ).start()
         server.run(sockets=[listener])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         reconciler.stop()
         loop.join(settings.grace_s)
         candidates.close()
@@ -240,13 +243,34 @@ class _OrderlyServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ask the server to exit at the first signal, and to exit at once at the second SIGINT."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        """Leave the signals to the handlers that are there from the start on."""
+        yield
+
+
+def _note_signals() -> threading.Event:
+    """Note SIGTERM and SIGINT in the event that is returned.
+
+    A handler that raised could not end the process surely: Python drops an exception that arises in a callback of a
+    weak reference or in a ``__del__``, and one that arises in the event loop leaves it unfit for use.
+    """
+    told_to_stop = threading.Event()
+
+    def note(number: int, _: object) -> None:
+        told_to_stop.set()
+        if number == signal.SIGINT:  # Who presses Ctrl-C again does not want to wait.
+            signal.signal(number, signal.default_int_handler)
+
+    for number in _STOP_SIGNALS:
+        signal.signal(number, note)
+    return told_to_stop
+
+
+def _pass_signals_to(server: uvicorn.Server, told_to_stop: threading.Event) -> None:
+    """Let the server return at the first signal, also one from before, and at once at the second SIGINT."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, server.handle_exit)
+    if told_to_stop.is_set():
+        server.should_exit = True
 
 
 def _open_engine(settings: ServiceSettings) -> Engine:

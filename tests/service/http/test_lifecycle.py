@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -103,6 +105,38 @@ def test_told_to_leave_it_leaves_in_order(daemons, number):
     assert b"service stopped; workers go on" in said
     assert ServiceCard.read(daemons.state_dir()).idle is False
     assert not (daemons.state_dir() / "service.sock").exists()
+
+
+TOLD_WHERE_EXCEPTIONS_ARE_DROPPED = """
+import os, signal, sys
+from unittest import mock
+from elasticflow_airflow.service import __main__, daemon
+
+class Last:
+    def __del__(self):  # whatever a handler raises in here is dropped
+        os.kill(os.getpid(), signal.SIGTERM)
+        sum(range(1000))
+
+owner, name = {"early": (daemon, "own"), "late": (daemon.uvicorn.Server, "run")}[sys.argv[1]]
+real = getattr(owner, name)
+
+def told_first(*args, **named):
+    Last()
+    return real(*args, **named)
+
+with mock.patch.object(owner, name, told_first):
+    sys.exit(__main__.main(["--state-dir", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_told_to_leave_while_it_starts_it_leaves(daemons, when):
+    command = [sys.executable, "-c", TOLD_WHERE_EXCEPTIONS_ARE_DROPPED, when, str(daemons.state_dir())]
+    ended = subprocess.run(command, env={**os.environ, **daemons.environment()}, capture_output=True, timeout=30)
+    assert ended.returncode == 0, ended.stderr
+    assert b"service stopped; workers go on" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+    assert ServiceCard.read(daemons.state_dir()).idle is False
 
 
 @pytest.mark.slow
