@@ -166,6 +166,7 @@ def test_what_happens_when_it_cannot_be_promised_is_the_authors_choice(run_dag, 
     assert "earliest feasible deadline:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_waiting_for_capacity(run_dag, new_dag, client):
     """Alone each of them fits, together they do not: the second waits until the first has ended."""
     lasting = {"ELASTICFLOW_FAKE": json.dumps({"steps_per_s": {1: 3, 2: 6, 4: 12}})}  # the second comes meanwhile
@@ -265,6 +266,7 @@ def test_a_sensor_waits_for_a_training_of_the_same_run(run_dag, new_dag, client)
     assert set(states(run_dag(other)).values()) == {"success"}
 
 
+@pytest.mark.slow
 def test_a_sensor_fails_with_what_it_waits_for(run_dag, new_dag, capsys):
     with new_dag() as dag:
         broken = {"ELASTICFLOW_FAKE": json.dumps({"steps_per_s": CURVE, "fail_at_step": 5, "failure": "KeyError: 3"})}
@@ -294,6 +296,7 @@ def test_the_same_failure_twice_ends_the_retries(run_dag, new_dag, client):
     assert jobs(client, dag)["train", -1].incarnation == 2
 
 
+@pytest.mark.slow
 def test_a_teardown_runs_whatever_becomes_of_the_training(run_dag, new_dag, tmp_path):
     scratch = tmp_path / "scratch"
     with new_dag() as dag:

@@ -138,6 +138,7 @@ def test_none_takes_the_place_of_a_served_one_that_was_killed(state_dir, served)
     assert ensure_service(state_dir, SETTINGS), "the way that the message names"
 
 
+@pytest.mark.slow
 def test_a_served_one_that_comes_again_is_waited_for(state_dir, served):
     first = served()
     first.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.cases import slow
 
 from elasticflow_airflow.engines.local import detect_nodes, engine
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, SupervisorSpec
@@ -258,7 +259,7 @@ def test_a_new_incarnation_waits_for_the_old_one(local_bench: LocalBench) -> Non
         bench.engine.read_log("job", 1, "g000002-r000", 0, 1000)
 
 
-@pytest.mark.parametrize("service", ["stays", "comes back"])
+@pytest.mark.parametrize("service", ["stays", *slow("comes back")])
 def test_the_old_generation_trains_on_until_the_new_one_is_warm(local_bench: LocalBench, service: str) -> None:
     bench = local_bench
     bench.engine.apply(bench.spec(1))
@@ -317,7 +318,7 @@ def test_imports_that_get_on_are_waited_for_and_those_that_hang_are_not(
     assert bench.wait_state(2, GangState.ENDED).outcome is GangOutcome.STOPPED
 
 
-@pytest.mark.parametrize("victim", ["fork server", "supervisor"])
+@pytest.mark.parametrize("victim", ["fork server", *slow("supervisor")])
 def test_a_warm_up_that_is_killed_is_made_up_for(local_bench: LocalBench, victim: str) -> None:
     bench = local_bench
     first = bench.spec(1, session={"progress_regex": REGEX})  # Plain, so that nothing waits for anything warm.

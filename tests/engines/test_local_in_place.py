@@ -88,6 +88,7 @@ def test_grow_move_shrink_and_finish(local_bench, job):
     assert bench.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_worker_dies_and_its_slot_is_free_for_another(local_bench, job):
     bench = local_bench
     bench.engine.apply(job(1, A, B))

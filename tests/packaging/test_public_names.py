@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NAMES: dict[str, Any] = json.loads(Path(__file__).with_name("public_names.json").read_text())
 TARGETS = {target for group in NAMES["entry_points"].values() for target in group.values()}
 GROUPS = ("documented", "runtime", "stored_by_airflow", "imported_late_by_running_workers")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import slow
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -235,7 +236,7 @@ def test_a_model_of_which_nothing_is_trained(training):
         run.run()
 
 
-@pytest.mark.parametrize("end", ["", "session.finish()", "raise SystemExit(3)"])
+@pytest.mark.parametrize("end", ["", *slow("session.finish()", "raise SystemExit(3)")])
 def test_a_script_that_trains_all_and_saves_nothing_is_told_so(tmp_path, end):
     (tmp_path / "train.py").write_text(f"{UNFINISHED}{end}")
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)

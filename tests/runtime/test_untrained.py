@@ -61,8 +61,8 @@ os._exit(0)
     ("script", "uses"),
     [
         (f"{IMPORT}\nimport os\nos._exit(0)", True),
-        pytest.param(INIT_AND_LEAVE, True, id="init"),
-        ("import os, helper\nos._exit(0)", True),
+        pytest.param(INIT_AND_LEAVE, True, id="init", marks=pytest.mark.slow),
+        pytest.param("import os, helper\nos._exit(0)", True, marks=pytest.mark.slow),
         ("import os\nfrom package.deep import thing\nos._exit(0)", True),
         ("import os, plain, json.decoder\nos._exit(0)", False),
     ],

@@ -78,6 +78,7 @@ assert sys.modules[RemoteStore.__module__].CheckpointError is known.CheckpointEr
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", BEFORE_THERE_IS_A_SESSION)
 def test_a_fork_that_has_no_session_yet_imports_all_of_it_anew(link: Path, module: str) -> None:
     library = module.rpartition(".")[2]

@@ -67,6 +67,7 @@ def test_a_plain_script_that_leaves_at_once_has_finished(local_bench: LocalBench
     assert local_bench.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_session_that_leaves_in_the_middle_has_failed(local_bench: LocalBench) -> None:
     ended = end(local_bench, LEAVES.format(condition="session.steps_done == 3"), steps=8)
     assert ended.outcome is GangOutcome.FAILED
@@ -74,6 +75,7 @@ def test_a_session_that_leaves_in_the_middle_has_failed(local_bench: LocalBench)
     assert ended.failure.startswith("the script ended with status 0 before its session reported that it is finished")
 
 
+@pytest.mark.slow
 def test_one_of_two_that_leaves_is_known_to_have_left(local_bench: LocalBench) -> None:
     bench = local_bench
     condition = "session.steps_done == 3 and os.environ['RANK'] == '1'"
@@ -100,6 +102,7 @@ def test_a_survivor_that_leaves_after_a_loss_ends_its_gang(local_bench: LocalBen
     assert bench.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_process_that_was_forked_keeps_no_finished_training(local_bench: LocalBench) -> None:
     ended = end(local_bench, FORKS, steps=4)
     assert ended.outcome is GangOutcome.FINISHED

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support.cases import slow
 
 from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.port import EngineError, GangState
@@ -160,7 +161,7 @@ def test_others_are_observed_whatever_a_script_makes_of_its_files(
             continue
 
 
-@pytest.mark.parametrize("name", ["status", "order", "membership", "reports"])
+@pytest.mark.parametrize("name", ["status", *slow("order", "membership", "reports")])
 def test_a_job_that_has_spoilt_its_files_can_be_stopped(running: LocalBench, name: str) -> None:
     make(place_of(running, name), "folder")
     running.wait(lambda _: _stop(running) or not running.engine._machines.held_by("job"), "its supervisor leaves")  # type: ignore[attr-defined]
@@ -175,7 +176,7 @@ def _stop(bench: LocalBench) -> None:
         return
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"job_id": 3}', json.dumps({"job_id": "job", "gangs": [3]})])
+@pytest.mark.parametrize("text", ["", *slow("{", "[]", '{"job_id": 3}', json.dumps({"job_id": "job", "gangs": [3]}))])
 def test_a_record_that_cannot_be_read_is_the_trouble_of_its_job_alone(running: LocalBench, text: str) -> None:
     record = running.base / "state" / "engine" / "job.json"
     record.write_text(text)

@@ -49,6 +49,7 @@ def wait_until(condition, what: str, limit_s: float = 30.0):
     raise AssertionError(f"waited {limit_s} s in vain: {what}")
 
 
+@pytest.mark.slow
 def test_racing_callers_start_one_service(daemons, open_client):
     with ThreadPoolExecutor(4) as pool:
         endpoints = list(pool.map(lambda _: daemons.embedded(), range(4)))
