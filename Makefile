@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(STAMP): requirements/lock.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Say which with: make PYTHON=python3.12")'
@@ -34,6 +34,10 @@ install: $(STAMP) ## install into .venv
 .PHONY: demo
 demo: $(STAMP) ## fine-tune BERT under deadlines: a DAG, two days, on this machine
 	@$(BIN)/python dags/demo.py
+
+.PHONY: demo-cluster
+demo-cluster: $(STAMP) ## the same on a Ray cluster of two nodes, one of which is killed meanwhile
+	@$(BIN)/python dags/demo.py --cluster
 
 .PHONY: test
 test: $(STAMP) ## the fast tests

@@ -1,5 +1,7 @@
 """``make demo``: two days of the DAG ``daily_bert_finetune``, with everything real and nothing set up before.
 
+``make demo-cluster``: the same on a Ray cluster of two nodes, one of which is killed meanwhile.
+
 A second process, with a private Airflow in the output folder, runs the DAG with ``dag.test()`` and prints what happens
 (:mod:`demo_kit.days`); its first training task starts the scheduler service. This process makes the folder, and ends
 what is left.
@@ -29,7 +31,9 @@ def main() -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=DAGS.parent / "demo-output", help="folder for all it makes")
-    layout = DemoPaths(parser.parse_args().output)
+    parser.add_argument("--cluster", action="store_true", help="on a Ray cluster of two nodes; one is killed meanwhile")
+    options = parser.parse_args()
+    layout = DemoPaths(options.output)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # told to end, it cleans up as after Ctrl-C
     bring_down(layout)  # what an earlier run left that was killed
@@ -40,10 +44,19 @@ def main() -> int:
     console.print("Fine-tuning BERT under deadlines, on two days, on this machine", style="bold")
     console.print(f"Two trainings in parallel on {SLOTS} CPU slots; nobody says how many workers.")
     console.print("About six minutes on a machine of the usual speed.\n")
+    environment, cluster = layout.environment(), None
+    if options.cluster:
+        from demo_kit.ray_cluster import NODES, RayCluster
+
+        console.print(f"starting a Ray cluster of {len(NODES)} nodes with one slot each ...")
+        cluster = RayCluster(layout)
+        environment = {name: value for name, value in environment.items() if name != "ELASTICFLOW_SLOTS"}
+        environment |= cluster.environment()
+        cluster.kill_a_node_while_it_trains(lambda said: console.print(said, style="bold red"))
     days = subprocess.Popen(
         [sys.executable, "-m", "demo_kit.days", str(layout.root)],
         cwd=DAGS,
-        env=layout.environment(),
+        env=environment,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C comes to this process only
     )
@@ -55,6 +68,8 @@ def main() -> int:
         os.killpg(days.pid, signal.SIGKILL)
         days.wait()
     bring_down(layout)
+    if cluster is not None:
+        cluster.close()
     if status == INTERRUPTED:
         console.print("stopped: no process of the demo is left")
     elif not layout.summary.exists():

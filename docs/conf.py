@@ -70,6 +70,7 @@ NAVIGATION = {
         # The cluster
         "how-to/run-the-service",
         "how-to/several-machines",
+        "how-to/ray",
         "how-to/deploy",
         "how-to/monitor",
         "how-to/watch-the-cluster",

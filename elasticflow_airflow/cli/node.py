@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,12 @@ def node(
     address: str | None = typer.Option(None, help="Where workers of other nodes reach this one's; HOST by default."),
     interface: str | None = typer.Option(None, help="Network interface of that address."),
     slot_lock_dir: Annotated[Path | None, typer.Option(help="Machine-wide folder of the slot locks.")] = None,
+    notice_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Once this file is there the machine goes away, after the seconds that stand in it: its jobs leave it."
+        ),
+    ] = None,
     warm_imports: str | None = typer.Option(None, help="Modules to import in advance, separated by commas."),
 ) -> None:
     """Run the agent of a machine whose slots a service on another machine uses.
@@ -25,8 +32,13 @@ def node(
     The token that it shares with the service is in ELASTICFLOW_NODE_TOKEN, or in the file that
     ELASTICFLOW_NODE_TOKEN_FILE names. It ends at SIGTERM; training goes on, and the next agent finds it.
     """
-    from elasticflow_airflow.engines.cluster.agent_server import AgentOptions, run_agent
+    from elasticflow_airflow.engines.cluster.agent_server import AgentOptions, read_token, run_agent
 
+    try:
+        token = read_token(os.environ)
+    except (ValueError, OSError) as error:
+        typer.echo(f"the node agent cannot start: {error}", err=True)
+        raise typer.Exit(2) from error
     modules = None if warm_imports is None else tuple(name.strip() for name in warm_imports.split(",") if name.strip())
     options = AgentOptions(
         state_dir=folder,
@@ -38,5 +50,6 @@ def node(
         interface=interface,
         slot_lock_dir=slot_lock_dir,
         warm_imports=modules,
+        notice_file=notice_file,
     )
-    raise typer.Exit(run_agent(options))
+    raise typer.Exit(run_agent(options, token))

@@ -66,7 +66,7 @@ _PASSED_NAMES: Final = frozenset(
         "no_proxy",
     }
 )
-_PASSED_PREFIXES: Final = ("CUDA_", "ELASTICFLOW_", "LC_", "NCCL_", "NVIDIA_", "OTEL_", "XDG_")
+_PASSED_PREFIXES: Final = ("CUDA_", "ELASTICFLOW_", "LC_", "NCCL_", "NVIDIA_", "OTEL_", "RAY_", "XDG_")
 # Airflow's own configuration (AIRFLOW__*, AIRFLOW_CONN_*) holds secrets and is not passed on.
 
 _started: list[subprocess.Popen[bytes]] = []

@@ -30,6 +30,8 @@ class EngineNode:
     device_type: str
     """Device model ("NVIDIA H200", "x86_64"), used in the signatures of scaling curves."""
     busy: Mapping[int, str] = field(default_factory=dict)
+    leaving_at: float | None = None
+    """When the machine goes away (UTC seconds), if that was announced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,10 @@ class Engine(Protocol):
 
     def inventory(self) -> tuple[EngineNode, ...]:
         """Return the present nodes, with the slots held by others or by gangs of which this engine has no record."""
+        ...
+
+    def problems(self) -> list[str]:
+        """Return why machines cannot be used that should be: sentences for people, with what to do."""
         ...
 
     def apply(self, spec: GangSpec) -> None:

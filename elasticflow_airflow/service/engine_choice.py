@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import SecretStr
+
 from elasticflow_airflow.engines.port import Engine, EngineError
 from elasticflow_airflow.service.settings import ServiceSettings
 
@@ -17,6 +23,8 @@ def open_engine(settings: ServiceSettings) -> Engine:
                 return _open_fake(settings)
             case "cluster":
                 return _open_cluster(settings)
+            case "ray":
+                return _open_ray(settings)
             case "local":
                 return _open_local(settings)
     except ValueError as error:
@@ -44,13 +52,44 @@ def _open_local(settings: ServiceSettings) -> Engine:
 def _open_cluster(settings: ServiceSettings) -> Engine:
     from elasticflow_airflow.engines.cluster.cluster_engine import open_cluster_engine
 
-    urls, shared_dir, token = settings.node_urls(), settings.shared_dir, settings.read_node_token()
+    urls = settings.node_urls()
+    shared_dir, token = _shared(settings, {"ELASTICFLOW_NODES": urls})
+    return open_cluster_engine(settings.state_dir, shared_dir, urls, token, suspicion_s=settings.suspicion_s)
+
+
+def _open_ray(settings: ServiceSettings) -> Engine:
+    from elasticflow_airflow.engines.ray.ray_engine import AgentSettings, ClientSettings, open_ray_engine
+
+    shared_dir, token = _shared(settings, {})
+    agent = AgentSettings(
+        token=SecretStr(token),
+        folder=settings.node_folder,
+        namespace=settings.ray_namespace,
+        shared_dir=shared_dir,
+        port=settings.node_port,
+        reserved=settings.ray_reserved,
+        warm_imports=settings.warm_modules(),
+        slot_lock_dir=settings.slot_lock_dir,
+        owner=f"on {socket.gethostname()} in {settings.state_dir}",
+    )
+    client = ClientSettings(
+        address=settings.ray_address,
+        slots=settings.slots,
+        allow_insecure=settings.ray_allow_insecure,
+        agent=agent,
+    )
+    return open_ray_engine(settings.state_dir, client, suspicion_s=settings.suspicion_s)
+
+
+def _shared(settings: ServiceSettings, needed: Mapping[str, object]) -> tuple[Path, str]:
+    """Return the folder and the token that service and agents share. Raises EngineError that names what is missing."""
+    shared_dir, token = settings.shared_dir, settings.read_node_token()
     needed = {
-        "ELASTICFLOW_NODES": urls,
+        **needed,
         "ELASTICFLOW_SHARED_DIR": shared_dir,
         "ELASTICFLOW_NODE_TOKEN or ELASTICFLOW_NODE_TOKEN_FILE": token,
     }
-    if not urls or shared_dir is None or token is None:
-        missing = ", ".join(name for name, value in needed.items() if not value)
-        raise EngineError(f"ELASTICFLOW_ENGINE=cluster needs {missing}, too: set it for the service")
-    return open_cluster_engine(settings.state_dir, shared_dir, urls, token, suspicion_s=settings.suspicion_s)
+    missing = ", ".join(name for name, value in needed.items() if not value)
+    if missing or shared_dir is None or token is None:
+        raise EngineError(f"ELASTICFLOW_ENGINE={settings.engine} needs {missing}, too: set it for the service")
+    return shared_dir, token

@@ -41,8 +41,8 @@ class ServiceSettings(BaseSettings):
     database_url: SecretStr | None = None
     """SQLAlchemy URL; default: SQLite in the state directory."""
 
-    engine: Literal["local", "cluster", "fake"] = "local"
-    """Where workers run: on this machine, or on the machines of ``nodes``."""
+    engine: Literal["local", "cluster", "ray", "fake"] = "local"
+    """Where workers run: on this machine, on the machines of ``nodes``, or on those of a Ray cluster."""
     nodes: str | None = None
     """``"http://10.0.0.2:8322,http://10.0.0.3:8322"``: the agents of a cluster's machines (``elasticflow node``)."""
     shared_dir: Path | None = None
@@ -50,6 +50,20 @@ class ServiceSettings(BaseSettings):
     node_token: SecretStr | None = None
     """The token that the service and its node agents share; it also encrypts the jobs' secrets on the way."""
     node_token_file: Path | None = None
+    node_folder: Path | None = None
+    """On each machine of a Ray cluster, the folder of its agent, on a local disk; default: one in /var/tmp."""
+    node_port: int = Field(default=0, ge=0, le=65535)
+    """Where the agents on a Ray cluster listen; 0: any free port."""
+    ray_address: str = "auto"
+    """The Ray cluster, as ``ray.init`` takes it: ``HOST:PORT`` of its head on a machine of the cluster, or
+    ``ray://HOST:10001`` from elsewhere."""
+    ray_namespace: str = Field(default="elasticflow", min_length=1, max_length=100)
+    """Of the actors in the Ray cluster: services that share one need one each."""
+    ray_reserved: bool = False
+    """The machines of the Ray cluster are ours alone: workers go on when Ray dies there. Otherwise they end at once,
+    since Ray gives their GPUs to others."""
+    ray_allow_insecure: bool = False
+    """Use a Ray cluster that lets everybody in who reaches it."""
     suspicion_s: float = Field(default=5.0, ge=2.0)
     """A node that has not answered for this time is given up: its jobs go on without it. Shorter: sooner, but a short
     interruption of the network then costs the node's workers."""
@@ -72,7 +86,7 @@ class ServiceSettings(BaseSettings):
     transition_interval_s: float = Field(default=0.25, gt=0)
     running_interval_s: float = Field(default=1.0, gt=0)
     renew_interval_s: float = Field(default=5.0, gt=0)
-    inventory_interval_s: float = Field(default=5.0, gt=0)
+    inventory_interval_s: float = Field(default=1.0, gt=0)
 
     confidence: float = Field(default=0.9, ge=0.5, lt=1)
     """The probability with which a promised deadline is kept, given the uncertainty of speeds not measured yet."""
@@ -157,7 +171,9 @@ class ServiceSettings(BaseSettings):
     verdict_wait_s: float = Field(default=10.0, gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("state_dir", "token_file", "metrics_token_file", "slot_lock_dir", "shared_dir", "node_token_file")
+    @field_validator(
+        "state_dir", "token_file", "metrics_token_file", "slot_lock_dir", "shared_dir", "node_token_file", "node_folder"
+    )
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()

@@ -91,9 +91,11 @@ def test_secrets_of_airflow_are_not_passed_on(state_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("AIRFLOW__DATABASE__SQL_ALCHEMY_CONN", "postgresql://u:pw@db/airflow")
     monkeypatch.setenv("AIRFLOW_CONN_HUB", "http://:pw@hub")
     monkeypatch.setenv("ELASTICFLOW_SLOTS", "2")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with pytest.raises(EmbeddedStartError) as failed:
         ensure_service(state_dir, {"ELASTICFLOW_ENGINE": "fake"}, limit_s=0.6)
     assert "ELASTICFLOW_SLOTS=2" in str(failed.value)
+    assert "RAY_AUTH_MODE=token" in str(failed.value)
     assert "ELASTICFLOW_ENGINE=fake" in str(failed.value)
     assert "pw" not in str(failed.value)
 

@@ -127,12 +127,12 @@ def test_fine_tuning_alone_beats_the_majority_class(docstrings: ModuleType, tmp_
 
 
 @contextmanager
-def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def demo(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """``make demo`` into ``tmp_path``. However the block ends, nothing of it is left to keep others waiting."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("AIRFLOW", "ELASTICFLOW"))}
     environment |= {"ELASTICFLOW_SLOT_LOCK_DIR": str(tmp_path / "slots"), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        [sys.executable, str(DAGS / "demo.py"), "--output", str(tmp_path / "demo")],
+        [sys.executable, str(DAGS / "demo.py"), "--output", str(tmp_path / "demo"), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -156,6 +156,18 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     summary = (tmp_path / "demo" / "summary.txt").read_text()
     assert re.search(r"workers over time", summary)
     assert "accuracy: quick" in summary
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2400)
+def test_the_whole_demo_on_a_cluster_that_loses_a_node(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install elasticflow-airflow[ray]")
+    with demo(tmp_path, "--cluster") as process:
+        said, _ = process.communicate(timeout=2000)
+    assert process.returncode == 0, said[-8000:]
+    assert "killing node1, on which a worker of " in said
+    assert "node node1 is lost" in said
+    assert "All deadlines met" in said
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from typer.testing import CliRunner
 
+from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.engines.cluster import node_agent, node_link
 from elasticflow_airflow.engines.cluster.agent_server import (
     AgentOptions,
@@ -409,7 +411,7 @@ def test_times_are_converted() -> None:
 
 def test_the_better_comparison_of_clocks_counts(tmp_path: Path) -> None:
     storage = SharedStorage(tmp_path / "shared")
-    link = NodeLink("http://x", TOKEN, tmp_path, 1, storage, lambda *_: None, lambda *_: None)
+    link = NodeLink("x", "http://x", TOKEN, tmp_path, 1, storage, lambda *_: None, lambda *_: None)
     link._compare_clocks(1000.0, 0.002, 960.001)
     assert link.offset_s == pytest.approx(40.0)
     link._compare_clocks(1000.0, 3.0, 962.9)  # It had waited for news.
@@ -432,20 +434,18 @@ def test_bad_options_of_an_agent(
     tmp_path: Path,
     options: dict[str, Any],
     message: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("ELASTICFLOW_NODE_TOKEN", TOKEN)
-    assert run_agent(AgentOptions(state_dir=tmp_path, shared_dir=tmp_path, **options)) == 2
+    assert run_agent(AgentOptions(state_dir=tmp_path, shared_dir=tmp_path, **options), TOKEN) == 2
     assert message in capsys.readouterr().err
 
 
-def test_an_agent_without_token_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_agent_without_token_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ELASTICFLOW_NODE_TOKEN", raising=False)
-    assert run_agent(AgentOptions(state_dir=tmp_path, shared_dir=tmp_path, listen="127.0.0.1:0")) == 2
-    assert "ELASTICFLOW_NODE_TOKEN" in capsys.readouterr().err
+    options = ["--folder", str(tmp_path), "--shared-dir", str(tmp_path), "--listen", "127.0.0.1:0"]
+    found = CliRunner().invoke(app, ["node", *options])
+    assert found.exit_code == 2
+    assert "ELASTICFLOW_NODE_TOKEN" in found.output
 
 
 def test_the_interface_of_an_address() -> None:

@@ -42,11 +42,13 @@ class Machines:
         self._tag = f"ef{os.getpid() % 100000}{number}"
         # Tests in other processes have machines at the same time.
         self._subnet = f"10.{64 + os.getpid() % 128}.{number % 256}"
+        self.outside = f"{self._subnet}.1"
+        """Of this machine, for those in the namespaces."""
         self.addresses = [f"{self._subnet}.{index + 2}" for index in range(count)]
         self._inits: dict[int, subprocess.Popen[str]] = {}
         try:
             _ip("link", "add", self._tag, "type", "bridge")
-            _ip("addr", "add", f"{self._subnet}.1/24", "dev", self._tag)
+            _ip("addr", "add", f"{self.outside}/24", "dev", self._tag)
             _ip("link", "set", self._tag, "up")
             for index, address in enumerate(self.addresses):
                 space = self._space(index)
@@ -74,6 +76,17 @@ class Machines:
             text=True,
         )
         return found
+
+    def run_beside(self, index: int, command: list[str], env: dict[str, str]) -> None:
+        """Run another command on a machine that runs; nobody waits for it."""
+        inside, *_ = _children(self._inits[index].pid)
+        enter = ["nsenter", f"--target={inside}", "--net", "--pid", "--uts", "--mount"]
+        subprocess.Popen(
+            [*enter, "sh", "-c", '"$@" & :', "sh", *command],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ).wait()
 
     def cut(self, index: int) -> None:
         """Take the link of a machine down."""

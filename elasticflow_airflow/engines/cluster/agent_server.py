@@ -12,11 +12,13 @@ import hashlib
 import hmac
 import logging
 import os
+import signal
 import socket
 import struct
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +29,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from elasticflow_airflow.engines.cluster.agent_card import AgentCard, only_agent
 from elasticflow_airflow.engines.cluster.job_folder import node_of
 from elasticflow_airflow.engines.cluster.messages import (
     Introduction,
@@ -39,6 +42,7 @@ from elasticflow_airflow.engines.cluster.messages import (
 )
 from elasticflow_airflow.engines.cluster.node_agent import EarlierRequestError, NodeAgent
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
+from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.local.machine.slots import default_lock_dir
 
 TOKEN_ENV = "ELASTICFLOW_NODE_TOKEN"  # noqa: S105  (its name)
@@ -46,6 +50,7 @@ LOOK_S = 0.05
 """Period with which a waiting request looks for changes."""
 LONGEST_WAIT_S = 5.0
 LARGEST_BODY_BYTES = 256 << 20
+_OWNER_LOOK_S = 0.2
 _SIOCGIFADDR = 0x8915
 
 
@@ -202,6 +207,14 @@ class AgentOptions:
     interface: str | None = None
     slot_lock_dir: Path | None = None
     warm_imports: tuple[str, ...] | None = None
+    notice_file: Path | None = None
+    """Announces that the machine goes away (see ``elasticflow node --help``)."""
+    own_cpus: bool = False
+    """Others on this machine have other CPUs: their slots are not ours."""
+    ends_with: ProcessId | None = None
+    """With the end of this process everything on the node ends, workers included."""
+    fingerprint: str = ""
+    """See :class:`AgentCard`."""
 
     @property
     def host_and_port(self) -> tuple[str, int]:
@@ -220,31 +233,48 @@ class AgentOptions:
             raise ValueError(f"--node-id {self.node_id!r}: use letters, digits, dots and dashes")
         interface = self.interface or interface_of(address)
         (found,) = detect_nodes(slots=self.slots)
+        if self.own_cpus and found.device == "cpu":
+            own = (replace(slot, lock_name=f"{self.node_id}-{slot.lock_name}") for slot in found.slots)
+            found = replace(found, slots=tuple(own))
         return [replace(found, node_id=self.node_id, address=address, interface=interface)]
 
 
-def run_agent(options: AgentOptions) -> int:
+def run_agent(options: AgentOptions, token: str) -> int:
     """Run until SIGTERM and return the exit status; supervisors and their workers go on."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    try:
-        token = read_token(os.environ)
-        listener = socket.create_server(options.host_and_port, backlog=64)
-        agent = NodeAgent(
-            options.state_dir,
-            options.shared_dir,
-            options.nodes(),
-            options.slot_lock_dir or default_lock_dir(),
-            {name: value for name, value in os.environ.items() if not name.startswith(TOKEN_ENV)},
-            token,
-            options.warm_imports,
-        )
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"the node agent cannot start: {error}\n")
-        return 2
-    host, port = listener.getsockname()[:2]
-    sys.stdout.write(f"node {options.node_id} listens on {host}:{port}\n")
-    sys.stdout.flush()
-    config = uvicorn.Config(create_app(agent, token), log_level="warning", access_log=False, lifespan="off")
-    uvicorn.Server(config).run(sockets=[listener])
-    agent.close()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(only_agent(options.state_dir))
+            listener = stack.enter_context(socket.create_server(options.host_and_port, backlog=64))
+            agent = NodeAgent(
+                options.state_dir,
+                options.shared_dir,
+                options.nodes(),
+                options.slot_lock_dir or default_lock_dir(),
+                {name: value for name, value in os.environ.items() if not name.startswith(TOKEN_ENV)},
+                token,
+                options.warm_imports,
+                options.notice_file,
+            )
+            stack.callback(agent.close)
+            host, port = listener.getsockname()[:2]
+            AgentCard(ProcessId.current(), f"http://{host}:{port}", options.fingerprint).write(options.state_dir)
+        except (ValueError, OSError) as error:
+            sys.stderr.write(f"the node agent cannot start: {error}\n")
+            return 2
+        if options.ends_with is not None:
+            threading.Thread(target=_end_with, args=(options.ends_with, agent), name="owner", daemon=True).start()
+        sys.stdout.write(f"node {options.node_id} listens on {host}:{port}\n")
+        sys.stdout.flush()
+        config = uvicorn.Config(create_app(agent, token), log_level="warning", access_log=False, lifespan="off")
+        uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def _end_with(owner: ProcessId, agent: NodeAgent) -> None:
+    """End everything here at once when the process is gone for which the node is held."""
+    while owner.is_alive():
+        time.sleep(_OWNER_LOOK_S)
+    logging.getLogger("elasticflow.node").warning("the actor that holds this node is gone: everything ends")
+    agent.kill_everything()
+    os.kill(os.getpid(), signal.SIGKILL)

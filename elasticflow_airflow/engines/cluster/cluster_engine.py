@@ -35,18 +35,15 @@ def open_cluster_engine(
     """
     state_dir = state_dir.resolve()
     try:
-        nodes = ClusterNodes(state_dir, shared_dir, urls, token, suspicion_s=suspicion_s)
+        nodes = ClusterNodes(state_dir, shared_dir, token, suspicion_s=suspicion_s)
     except OSError as error:
         raise EngineError(f"the service cannot write to the shared folder {shared_dir}: {error}") from error
     try:
+        nodes.set_addresses({url: url for url in urls})
         nodes.wait_for_nodes(wait_s)
+        folders = ClusterFolders(state_dir, shared_dir, nodes)
         return TorchrunEngine(
-            "cluster",
-            state_dir,
-            nodes,
-            ClusterFolders(state_dir, shared_dir, nodes),
-            log_segment_bytes=log_segment_bytes,
-            log_segments=log_segments,
+            "cluster", state_dir, nodes, folders, log_segment_bytes=log_segment_bytes, log_segments=log_segments
         )
     except BaseException:
         nodes.let_go()

@@ -38,6 +38,8 @@ from elasticflow_airflow.scheduler_core.model.values import Slot
 
 SUSPICION_S = 5.0
 _TICK_S, _STALL_S = 0.1, 1.0
+_KEPT_S = 600.0
+_WRONG_CLOCK_S = 30.0
 _LAST_PUSH_S = 2.0
 """How long to wait at the end for what has been written to be sent."""
 _ABANDONED = "abandoned"
@@ -47,21 +49,20 @@ logger = logging.getLogger("elasticflow.node")
 
 
 class ClusterNodes:
-    """The machines of a cluster (see ``engines/local/machines.py``). ``urls``: of the node agents.
+    """The machines of a cluster (see ``engines/local/machines.py``).
 
-    ``state_dir``: of the service, where the job folders are. ``token``: shared by service and agents. Raises OSError
-    when the shared folder cannot be used.
+    ``state_dir``: of the service, where the job folders are. ``token``: shared by service and agents. Where the agents
+    are is said by :meth:`set_addresses`. Raises OSError when the shared folder cannot be used.
     """
 
-    def __init__(
-        self, state_dir: Path, shared_dir: Path, urls: Sequence[str], token: str, *, suspicion_s: float = SUSPICION_S
-    ) -> None:
+    def __init__(self, state_dir: Path, shared_dir: Path, token: str, *, suspicion_s: float = SUSPICION_S) -> None:
         self._root, self._suspicion_s = state_dir.resolve(), suspicion_s
         self._storage = SharedStorage(shared_dir)
-        epoch = time.time_ns()
-        self._links = [
-            NodeLink(url, token, self._root, epoch, self._storage, self._send_across, self._check_names) for url in urls
-        ]
+        self._token, self._epoch = token, time.time_ns()
+        self._addresses: Mapping[str, str] = {}
+        self._links: list[NodeLink] = []
+        """Replaced as a whole when it changes: the engine reads it in other threads."""
+        self._conversations: dict[NodeLink, asyncio.Task[None]] = {}
         self._begun_s = self._ticked_s = time.monotonic()
         self._strangers_checked = False
         self._suspected: set[NodeLink] = set()
@@ -71,6 +72,27 @@ class ClusterNodes:
         self._thread = threading.Thread(target=self._run, name="elasticflow-nodes", daemon=True)
         self._thread.start()
 
+    def set_addresses(self, addresses: Mapping[str, str]) -> None:
+        """Say where the agents are: addresses by any key that stays with the node, such as its name.
+
+        A node that is not among them any more is kept as long as its agent answers, and ten minutes longer.
+        """
+        self._addresses = dict(addresses)
+        asyncio.run_coroutine_threadsafe(self._go_where_they_are(), self._loop).result()
+
+    async def _go_where_they_are(self) -> None:
+        links = {link.key: link for link in self._links}
+        for key, url in self._addresses.items():
+            link = links.get(key)
+            if link is None:
+                link = NodeLink(
+                    key, url, self._token, self._root, self._epoch, self._storage, self._send_across, self._check_names
+                )
+                self._links = [*self._links, link]
+                self._conversations[link] = asyncio.ensure_future(link.run())
+            elif link.url != url:
+                link.move_to(url)
+
     def wait_for_nodes(self, limit_s: float) -> None:
         """Wait until all agents have answered, or some have and the time is over; the others may come later.
 
@@ -79,11 +101,33 @@ class ClusterNodes:
         end_s = time.monotonic() + limit_s
         while (silent := [link for link in self._links if link.answers == 0]) and time.monotonic() < end_s:
             time.sleep(0.05)
-        said = "; ".join(f"the node at {link.url} is not used: {link.problem}" for link in silent)
+        said = "; ".join(self.problems())
         if len(silent) == len(self._links):
             raise EngineError(said or "no nodes are configured")
         if said:
             logger.warning("%s", said)
+
+    def problems(self) -> list[str]:
+        """Return why nodes are not used, and what is wrong with those that are."""
+        silent = [link for link in self._links if link.answers == 0 or link in self._suspected]
+        found = [f"the node at {link.url} is not used: {link.problem or 'it does not answer'}" for link in silent]
+        for link in self._links:
+            if link not in silent and abs(link.offset_s) > _WRONG_CLOCK_S:
+                way = "behind" if link.offset_s > 0 else "ahead of"
+                found.append(
+                    f"the clock of node {self._names(link)} is {abs(link.offset_s):.0f} s {way} the service's: set both"
+                    " by a time server, or the times in its logs are wrong"
+                )
+        versions: dict[str, list[str]] = {}
+        for link in self._links:
+            if link.introduction is not None and link.introduction.torch is not None:
+                versions.setdefault(link.introduction.torch.partition("+")[0], []).append(self._names(link))
+        if len(versions) > 1:
+            said = ", ".join(
+                f"{version} on {' and '.join(sorted(names))}" for version, names in sorted(versions.items())
+            )
+            found.append(f"nodes have different versions of torch ({said}): install one, or workers may not meet")
+        return found
 
     # -- facts
 
@@ -125,7 +169,7 @@ class ClusterNodes:
                     for index, holder in enumerate(holders)
                     if holder is not None and self._was_abandoned(node.node_id, holder)
                 }
-                found.append(replace(offered, busy={**offered.busy, **given_up}))
+                found.append(replace(offered, busy={**offered.busy, **given_up}, leaving_at=link.leaving_at))
         return tuple(found)
 
     def check_slots(self, wanted: Iterable[Slot]) -> None:
@@ -244,10 +288,21 @@ class ClusterNodes:
                 self._suspected.discard(link)
                 self._remind(link)
                 self._met.add(link)
+        self._forget_those_gone()
         if not self._strangers_checked and time.monotonic() - self._begun_s > self._suspicion_s:
             self._strangers_checked = True
             known = {node_id for link in self._links for node_id in link.node_ids}
             self._abandon(self._nodes_on_record() - known)
+
+    def _forget_those_gone(self) -> None:
+        """Forget nodes that nobody names any more, and whose workers have ended by their lease."""
+        gone = {link for link in self._suspected if link.key not in self._addresses and link.silent_s > _KEPT_S}
+        if gone:
+            logger.info("forgotten: %s", ", ".join(self._names(link) for link in gone))
+            self._links = [link for link in self._links if link not in gone]
+            self._suspected -= gone
+            for link in gone:
+                self._loop.call_soon_threadsafe(self._conversations.pop(link).cancel)
 
     def _abandon(self, node_ids: Collection[str]) -> None:
         """Give up all supervisors of nodes; the order that ends them is sent when a node answers again."""
@@ -350,11 +405,11 @@ class ClusterNodes:
         self._loop.close()
 
     async def _converse(self) -> None:
-        tasks = [asyncio.ensure_future(link.run()) for link in self._links]
-        tasks.append(asyncio.ensure_future(self._tick()))
+        ticking = asyncio.ensure_future(self._tick())
         await self._stop.wait()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(link.flush() for link in self._present())), _LAST_PUSH_S)
+        tasks = [ticking, *self._conversations.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

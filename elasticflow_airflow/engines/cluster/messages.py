@@ -48,6 +48,8 @@ class Introduction(Message):
     now_s: float
     shared_dir: str
     facts: NodeFacts
+    torch: str | None = None
+    """Version of torch in the agent's environment; None when it has none, or does not say."""
 
 
 def introduction_of(raw: Mapping[str, Any]) -> Introduction:
@@ -136,6 +138,8 @@ class PullAnswer(Message):
     files: list[FilePart] = []
     supervisors: dict[str, SupervisorState] = {}
     holders: dict[str, list[dict[str, Any] | None]] = {}
+    leaving_at: float | None = None
+    """When the machine goes away, by its clock (UTC seconds), if that was announced."""
 
 
 class StacksRequest(Message):

@@ -7,6 +7,7 @@ It may not import Airflow, torch or the store.
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import logging
@@ -21,6 +22,7 @@ from pathlib import Path, PurePath
 
 from elasticflow_airflow.engines.cluster import job_folder
 from elasticflow_airflow.engines.cluster.job_folder import Direction, Place
+from elasticflow_airflow.engines.cluster.leave_notice import leaving_at
 from elasticflow_airflow.engines.cluster.messages import (
     VERSION,
     FilePart,
@@ -89,7 +91,8 @@ class NodeAgent:
     """What one machine does for the service. Thread-safe.
 
     ``state_dir`` is its own, ``shared_dir`` that of all nodes and the service. ``token`` is the secret that service and
-    agents share. ``warm_imports`` as for the local engine. Raises OSError when the folders cannot be used.
+    agents share. ``warm_imports`` as for the local engine; ``notice_file``: see ``leave_notice.py``. Raises OSError
+    when the folders cannot be used.
     """
 
     def __init__(
@@ -101,7 +104,9 @@ class NodeAgent:
         environ: Mapping[str, str],
         token: str,
         warm_imports: Sequence[str] | None = None,
+        notice_file: Path | None = None,
     ) -> None:
+        self._notice_file = notice_file
         self._root, self._shared_dir = state_dir.resolve(), shared_dir.resolve()
         (self._root / "jobs").mkdir(mode=0o700, parents=True, exist_ok=True)
         pool = None if warm_imports is None else WarmPool(warm_imports, self._root / "pool")
@@ -112,8 +117,8 @@ class NodeAgent:
         self._epoch = self._push_number = 0
         self._version = 1
         self._turn = 0
-        self._told: tuple[object, object] = ({}, {})
-        """The states of supervisors and slots in the last answer."""
+        self._told: tuple[object, ...] = ({}, {}, None)
+        """The states of supervisors and slots, and when the machine goes away, in the last answer."""
         self._discarded: set[str] = set()
         """Incarnations whose files are to be deleted."""
         self._theirs: dict[str, int] = {}
@@ -141,6 +146,7 @@ class NodeAgent:
             now_s=time.time(),
             shared_dir=str(self._shared_dir),
             facts=self._manager.facts(),
+            torch=_torch_version(),
         )
 
     def probe(self, probe: Probe) -> None:
@@ -316,8 +322,9 @@ class NodeAgent:
             for path in (path for watched in self._watched.values() for path in watched.held):
                 if path.endswith("/status.json"):
                     supervisors[path.removesuffix("/status.json")] = SupervisorState.ALIVE
-            if self._told != (supervisors, holders):
-                self._told = (supervisors, holders)
+            leaves_at = leaving_at(self._notice_file)
+            if self._told != (supervisors, holders, leaves_at):
+                self._told = (supervisors, holders, leaves_at)
                 self._version += 1
             return PullAnswer(
                 instance=self._instance,
@@ -326,6 +333,7 @@ class NodeAgent:
                 files=files,
                 supervisors=supervisors,
                 holders=holders,
+                leaving_at=leaves_at,
             )
 
     def _check_epoch(self, epoch: int) -> None:
@@ -480,6 +488,11 @@ class NodeAgent:
                 asked[worker_id] = (ProcessId.from_json(None if process is None else dict(process)), self._root / path)
         return stacks.ask(asked)
 
+    def kill_everything(self) -> None:
+        """Kill all supervisors here; the kernel kills their workers with them."""
+        with self._lock:
+            self._manager.kill_supervisors()
+
     def close(self) -> None:
         """Release everything; supervisors go on."""
         with self._lock:
@@ -511,6 +524,13 @@ def _ended_workers(status: bytes) -> set[str]:
         return {worker_id for worker_id, worker in workers.items() if worker["ended"]}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return set()
+
+
+def _torch_version() -> str | None:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _machine_id() -> str:

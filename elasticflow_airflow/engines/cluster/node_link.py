@@ -76,13 +76,15 @@ class _Wanted:
 class NodeLink:
     """One node agent. ``on_across`` is called for a file that arrived and that other nodes need, too.
 
-    ``on_introduced`` may refuse an agent by ValueError.
+    ``key``: stays the same when the agent comes again at another address. ``on_introduced`` may refuse an agent by
+    ValueError.
 
     ``epoch``: of this service; the agent refuses lower ones. All methods without ``async`` may be called in any thread.
     """
 
     def __init__(
         self,
+        key: str,
         url: str,
         token: str,
         root: Path,
@@ -91,14 +93,14 @@ class NodeLink:
         on_across: Callable[[NodeLink, str], None],
         on_introduced: Callable[[NodeLink, Introduction], None],
     ) -> None:
-        self.url, self._root, self._epoch, self._storage = url, root, epoch, storage
+        self.key, self.url, self._root, self._epoch, self._storage = key, url, root, epoch, storage
         self._on_across, self._on_introduced = on_across, on_introduced
         self._seal = Seal(token)
         headers = {"Authorization": f"Bearer {token}"}
         self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_LIMIT_S, trust_env=False)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
-        self._known_path = root / "nodes" / f"{quote(url, safe='')}.json"
+        self._known_path = root / "nodes" / f"{quote(key, safe='')}.json"
         self.introduction = self._known()
         """What the agent has said about itself, now or when the service ran before; None before it ever answered."""
         self._discards_path = self._known_path.with_suffix(".discarded")
@@ -119,6 +121,9 @@ class NodeLink:
         self.answers = 0
         self.supervisors: Mapping[str, SupervisorState] = {}
         self.holders: Mapping[str, list[dict[str, Any] | None]] = {}
+        self.leaving_at: float | None = None
+        """When the machine goes away, by the service's clock (UTC seconds), if that was announced."""
+        self._leaving_there: float | None = None
         self.offset_s = 0.0
         """Service's clock minus the node's."""
         self._best_trip_s = float("inf")
@@ -203,6 +208,12 @@ class NodeLink:
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     # -- the two conversations
+
+    def move_to(self, url: str) -> None:
+        """Go on at another address of the agent; called in the event loop."""
+        self.url = url
+        self._client.base_url = url
+        self._connected = False
 
     async def run(self) -> None:
         """Converse with the agent until cancelled."""
@@ -318,6 +329,11 @@ class NodeLink:
             except Exception as error:  # noqa: BLE001  (a script can have made anything of it: the other files are taken)
                 self._complain_of(file.path, error)
         self.supervisors, self.holders = answer.supervisors, answer.holders
+        if (
+            answer.leaving_at != self._leaving_there
+        ):  # Compared once, since the clocks' difference is never quite the same.
+            self._leaving_there = answer.leaving_at
+            self.leaving_at = None if answer.leaving_at is None else answer.leaving_at + self.offset_s
         for folder in [folder for folder, at in self._started.items() if self.answers > at + 2]:
             self._started.pop(folder, None)
         self.answers += 1

@@ -181,6 +181,10 @@ class FakeEngine:
         self._call("inventory", "", "after")
         return nodes
 
+    def problems(self) -> list[str]:
+        """Return nothing: its nodes are always usable."""
+        return []
+
     def apply(self, spec: GangSpec) -> None:
         """Start, keep or replace the gang of a job (see the port)."""
         self._call("apply", spec.job_id, "before")
@@ -346,6 +350,11 @@ class FakeEngine:
             if holder is not None:
                 busy[index] = holder
             self.world.nodes[node_id] = replace(node, busy=busy)
+
+    def announce_leave(self, node_id: str, at: float | None) -> None:
+        """Announce that a node goes away (UTC seconds); None: it stays."""
+        with self.world.lock:
+            self.world.nodes[node_id] = replace(self.world.nodes[node_id], leaving_at=at)
 
     def remove_node(self, node_id: str) -> None:
         """Let a node die: it leaves the inventory and every gang on it is lost."""

@@ -87,6 +87,10 @@ class TorchrunEngine:
         with self._lock:
             return self._machines.inventory(self._has_gang)
 
+    def problems(self) -> list[str]:
+        """Return why machines cannot be used."""
+        return self._machines.problems()
+
     def latest(self, job_id: str) -> int:
         """Return the highest generation ever applied for a job; 0 when there is none."""
         with self._lock:

@@ -49,6 +49,10 @@ class Machines(Protocol):
         """Return the nodes that are present. ``has_gang`` tells whether a gang of a job is on record here."""
         ...
 
+    def problems(self) -> list[str]:
+        """Return why machines cannot be used that should be."""
+        ...
+
     def check_slots(self, wanted: Iterable[Slot]) -> None:
         """Raise SlotsHeldError when any of the slots is held."""
         ...

@@ -77,6 +77,10 @@ class NodeManager:
         """See :func:`look_at_nodes`."""
         return look_at_nodes(self._nodes.values(), self._lock_dir, self._state_dir, has_gang)
 
+    def problems(self) -> list[str]:
+        """Return nothing: it is this machine."""
+        return []
+
     def check_slots(self, wanted: Iterable[Slot]) -> None:
         """Raise SlotsHeldError when any of the slots is held."""
         holders = {slot: self.holder(slot) for slot in wanted}
@@ -160,6 +164,18 @@ class NodeManager:
         for path, process in list(self._supervisors.items()):
             if process.poll() is not None and os.path.lexists(path / "status.json"):
                 del self._supervisors[path]
+
+    def kill_supervisors(self) -> None:
+        """Kill the supervisors of this folder that hold slots, and those that are coming up."""
+        every = (Slot(node.node_id, index) for node in self._nodes.values() for index in range(len(node.slots)))
+        holders = [self.holder(slot) for slot in every]
+        ours = [holder for holder in holders if holder and holder.get("state_dir") == str(self._state_dir)]
+        for pid in {number_in(holder, "pid") for holder in ours} - {0}:
+            process = ProcessId.of(pid)
+            if process is not None and _folder_of(pid) is not None:
+                process.kill()
+        for started in self._supervisors.values():
+            started.kill()
 
     def let_go(self) -> None:
         """Forget the processes without ending them: they are meant to outlive the service."""

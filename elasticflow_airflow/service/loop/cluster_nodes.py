@@ -36,7 +36,7 @@ def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
             node_id=node.node_id,
             slots=node.slots,
             busy=frozenset((*node.busy, *held.get(node.node_id, ()))),
-            draining_until_s=drains[node.node_id] - lead_s if node.node_id in drains else None,
+            draining_until_s=_earlier(drains.get(node.node_id), node.leaving_at, lead_s),
             avoided={
                 **{row.slot_index: row.until_at for row in avoided if row.node_id == node.node_id},
                 **{slot.index: one.until_s for slot, one in context.held.items() if slot.node_id == node.node_id},
@@ -45,6 +45,12 @@ def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
         )
         for node in seen
     ]
+
+
+def _earlier(ordered: float | None, announced: float | None, lead_s: float) -> float | None:
+    """Return until when a node can be planned on, if somebody has ordered, or it has announced, that it goes away."""
+    ends = [at for at in (ordered, announced) if at is not None]
+    return min(ends) - lead_s if ends else None
 
 
 def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:

@@ -154,7 +154,8 @@ class Reconciler:
         """Current problems: of the last pass, of jobs (or recurring tasks) that are set aside, of nodes and slots."""
         aside = [f"{owner} is set aside: {fault}" for owner, fault in list(self._faults.aside.items())]
         strange = self._leftovers.problems(self._clock())
-        return [*([self._problem] if self._problem else []), *aside, *self._ignored, *strange]
+        own = [self._problem] if self._problem else []
+        return [*own, *aside, *self._ignored, *strange, *self._engine.problems()]
 
     @property
     def device_type(self) -> str:

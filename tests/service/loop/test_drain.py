@@ -37,6 +37,36 @@ def test_workers_are_elsewhere_before_their_node_goes(world):
     assert said.reason.startswith(f"node {home} goes away: nothing is planned on it after ")
 
 
+def test_a_node_that_announces_its_end_is_left_before_and_one_that_takes_it_back_is_used_again(world):
+    job = world.submit(steps=3000, scaling_curve={1: 10.0, 2: 18.0}, max_workers=2)
+    world.until(lambda: world.status(job).step > 50, "some steps")
+    (home,) = nodes_of(world, job)
+    world.engine.announce_leave(home, world.now_s + 15)  # As a cloud does, with little time.
+    world.run(9)
+    assert nodes_of(world, job) == {"node0", "node1"} - {home}
+    step = world.status(job).step
+    world.engine.remove_node(home)
+    world.run(6)
+    assert world.status(job).step > step, "no step is lost"
+    (other,) = nodes_of(world, job)
+
+    def told() -> set[float | None]:
+        world.run(6)
+        with world.store.read() as reader:
+            return {slot.draining_until for slot in slot_statuses(world.reconciler.nodes, reader)}
+
+    begun = world.now_s
+    world.engine.announce_leave(other, begun + 1000)
+    assert told() == {begun + 1000}
+    world.job_service.drain(other, begun + 500)
+    assert told() == {begun + 500}, "the earlier one counts"
+    world.job_service.drain(other, None)
+    world.engine.announce_leave(other, None)
+    world.run(6)
+    assert world.events(kind="node_draining")[-1].reason == f"node {other} stays after all"
+    assert world.ended(job).state == "succeeded"
+
+
 def test_a_drain_outlives_the_service_and_ends_with_the_node(world):
     world.step()
     (first, second) = world.engine.inventory()

@@ -41,6 +41,13 @@ class ProcessId:
         return cls(pid, int(stat[_STAT_START]), boot_id())
 
     @classmethod
+    def current(cls) -> ProcessId:
+        """Identify this process."""
+        found = cls.of(os.getpid())
+        assert found is not None
+        return found
+
+    @classmethod
     def from_json(cls, raw: dict[str, Any] | None) -> ProcessId | None:
         """Inverse of ``asdict``. Raises TypeError, KeyError or ValueError when ``raw`` is not a process."""
         if raw is None:

@@ -68,7 +68,13 @@ def add_doctor(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
 
 def _running(parts: ServiceParts) -> list[Finding]:
     named = [look_at_interpreter(python) for python in _named_interpreters(parts)]
-    return [_loop("; ".join(parts.problems())), _slots(parts), _database(parts), _token(parts.settings), *named]
+    of_nodes = parts.engine.problems()
+    others = [said for said in parts.problems() if said not in of_nodes]
+    looked = [_loop("; ".join(others)), _slots(parts), _database(parts), _token(parts.settings), *named]
+    return [
+        *looked,
+        *(problem("nodes", said, "see `elasticflow health`, and the log of that machine") for said in of_nodes),
+    ]
 
 
 def look_at_machine(settings: ServiceSettings) -> list[Finding]:
@@ -229,6 +235,9 @@ def _loop(said: str) -> Finding:
 
 def look_at_slots(settings: ServiceSettings) -> Finding:
     """Check the slots that a service with these settings would offer, if none is running."""
+    if settings.engine == "ray":
+        said = f"the machines of the Ray cluster at {settings.ray_address} are only seen by a service that runs"
+        return warning("slots", said, "start the service, and ask again")
     try:
         return _offered(_would_offer(settings), settings.engine)
     except EngineError as error:

@@ -1,0 +1,141 @@
+"""Tells the service where the agents of a Ray cluster are; keeps the Ray client's process running.
+
+While Ray's head is away nothing is known to have changed: the agents stay where they are, and are spoken to.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from elasticflow_airflow.engines.ray.messages import ClientSettings, ClusterView
+from elasticflow_airflow.runtime.protocol import write_atomic
+
+_AGAIN_S, _LONGEST_AGAIN_S = 1.0, 10.0
+_LOG_BYTES = 1 << 20
+_LEAVE_LIMIT_S = 3.0
+
+logger = logging.getLogger("elasticflow.ray")
+
+
+class RayDirectory:
+    """A thread that follows the Ray client. ``moved`` is called with the agents' addresses, by node, when they change.
+
+    ``state_dir``: the last addresses are kept there for a service that starts while the head is away.
+    """
+
+    def __init__(self, settings: ClientSettings, state_dir: Path, moved: Callable[[Mapping[str, str]], None]) -> None:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._settings, self._moved = settings, moved
+        self._log, self._known = state_dir / "ray-client.log", state_dir / "ray-nodes.json"
+        self._client: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._stop, self._has_answered = threading.Event(), threading.Event()
+        self.view = self._from_before()
+        self._addresses = self.view.nodes
+        if self._addresses:
+            moved(self._addresses)
+        self._thread = threading.Thread(target=self._run, name="elasticflow-ray", daemon=True)
+        self._thread.start()
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until the client has found a node, or a reason why there can be none, or until the time is over."""
+        self._has_answered.wait(limit_s)
+
+    @property
+    def draining(self) -> Mapping[str, float]:
+        """By node, when Ray takes it away (UTC seconds)."""
+        return self.view.draining
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the cluster, or nodes of it, cannot be used."""
+        return self.view.problems
+
+    def close(self) -> None:
+        """End the client; actors, agents and workers go on."""
+        self._stop.set()
+        with self._lock:
+            client = self._client
+        if client is not None and client.stdin is not None:
+            with suppress(OSError):
+                client.stdin.close()
+            try:
+                client.wait(_LEAVE_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                client.kill()
+        self._thread.join()
+
+    def _from_before(self) -> ClusterView:
+        try:
+            return ClusterView.model_validate_json(self._known.read_bytes())
+        except (OSError, ValidationError):
+            return ClusterView()
+
+    def _run(self) -> None:
+        again_s = _AGAIN_S
+        while not self._stop.is_set():
+            begun_s = time.monotonic()
+            try:
+                self._follow()
+            except OSError as error:  # No space, no memory for a process: it is tried again, and what is known stays.
+                logger.warning("the client of Ray cannot be followed: %s", error)
+            again_s = _AGAIN_S if time.monotonic() - begun_s > 60.0 else min(2 * again_s, _LONGEST_AGAIN_S)
+            self._stop.wait(again_s)
+
+    def _follow(self) -> None:
+        """Start a client, and take what it says until it ends."""
+        if self._log.exists() and self._log.stat().st_size > _LOG_BYTES:
+            self._log.replace(self._log.with_suffix(".log.1"))
+        with self._log.open("ab") as log:
+            client = subprocess.Popen(
+                [sys.executable, "-m", "elasticflow_airflow.engines.ray.ray_client"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        with self._lock:
+            self._client = client
+        assert client.stdin is not None
+        assert client.stdout is not None
+        with client:
+            try:
+                client.stdin.write(self._settings.model_dump_json().encode() + b"\n")
+                client.stdin.flush()
+            except (BrokenPipeError, ValueError):
+                return
+            if self._stop.is_set():
+                client.stdin.close()
+            for line in client.stdout:
+                self._take(line)
+        if not self._stop.is_set():
+            logger.warning("the client of Ray has ended with status %s: it is started again", client.returncode)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            view = ClusterView.model_validate_json(line)
+        except ValidationError:
+            logger.warning("the client of Ray says what nobody understands: %r", line[:200])
+            return
+        for problem in view.problems:
+            if problem not in self.view.problems:
+                logger.warning("%s", problem)
+        self.view = view
+        if not view.nodes:  # It cannot be reached, or has just begun: those of before may still be there.
+            if not view.is_usable:
+                self._has_answered.set()
+            return
+        if view.nodes != self._addresses:
+            self._addresses = view.nodes
+            write_atomic(self._known, ClusterView(nodes=view.nodes).model_dump_json().encode())
+            self._moved(view.nodes)
+        self._has_answered.set()

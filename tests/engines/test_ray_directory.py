@@ -1,0 +1,164 @@
+"""What the service makes of its Ray client's words, with a client that says what the test wants."""
+
+from __future__ import annotations
+
+import json
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from elasticflow_airflow.engines.port import EngineError
+from elasticflow_airflow.engines.ray import node_actor, ray_directory, ray_engine
+from elasticflow_airflow.engines.ray.messages import AgentSettings, ClientSettings, ClusterView
+from elasticflow_airflow.engines.ray.node_actor import NodeActor
+from elasticflow_airflow.engines.ray.ray_directory import RayDirectory
+from elasticflow_airflow.service.engine_choice import open_engine
+from elasticflow_airflow.service.settings import ServiceSettings
+
+TOKEN = "a-token-of-the-tests"
+
+
+def settings(tmp_path: Path, **changes: object) -> ClientSettings:
+    agent = AgentSettings(token=SecretStr(TOKEN), folder=tmp_path, namespace="n", shared_dir=tmp_path / "s")
+    return ClientSettings(
+        address="10.0.0.1:6379",
+        slots=None,
+        allow_insecure=False,
+        agent=agent.model_copy(update=changes),
+    )
+
+
+@pytest.fixture
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have the client say lines, and then wait until it is told to leave, or end."""
+    monkeypatch.setattr(ray_directory, "_AGAIN_S", 0.05)
+
+    def have_said(*lines: str, then: str = "cat >/dev/null") -> None:
+        words = "\n".join(f"echo '{line}'" for line in lines)
+        client = tmp_path / "client"
+        began = f'read given; echo x >>{tmp_path}/started; printf %s "$given" >{tmp_path}/given'
+        client.write_text(f"#!/bin/sh\n{began}\n{words}\n{then}\n")
+        client.chmod(0o755)
+        monkeypatch.setattr(ray_directory.sys, "executable", str(client))
+
+    return have_said
+
+
+@pytest.fixture
+def follow(tmp_path: Path) -> Iterator[Callable[[], tuple[RayDirectory, list[Mapping[str, str]]]]]:
+    made: list[RayDirectory] = []
+
+    def begin() -> tuple[RayDirectory, list[Mapping[str, str]]]:
+        moves: list[Mapping[str, str]] = []
+        made.append(RayDirectory(settings(tmp_path), tmp_path, moves.append))
+        return made[-1], moves
+
+    yield begin
+    for one in made:
+        one.close()
+
+
+def view(**fields: object) -> str:
+    return ClusterView.model_validate(fields).model_dump_json()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def test_the_last_addresses_are_known_to_a_service_that_starts_while_ray_is_away(tmp_path, say, follow) -> None:
+    both = {"n0": "http://a", "n1": "http://b"}
+    say(view(nodes={}), view(nodes={"n0": "http://a"}), view(nodes=both, draining={"n1": 5.0}))
+    directory, moves = follow()
+    directory.wait(20.0)
+    wait_until(lambda: directory.draining == {"n1": 5.0} and len(moves) == 2)
+    assert moves == [{"n0": "http://a"}, both]
+    directory.close()
+    away = view(is_usable=False, problems=["Ray cannot be used: it is away"])
+    say(away, then="exit 1")
+    directory, moves = follow()
+    assert moves == [both]
+    wait_until(lambda: directory.problems == ["Ray cannot be used: it is away"])
+    assert moves == [both], "nothing is known to have changed"
+
+
+def test_a_client_that_ends_is_started_again_and_what_nobody_understands_is_passed_over(tmp_path, say, follow) -> None:
+    say("Traceback", '{"nodes": 3}', view(nodes={"n0": "http://a"}), then="exit 3")
+    _, moves = follow()
+    wait_until(lambda: (tmp_path / "started").exists() and len((tmp_path / "started").read_text().split()) >= 3)
+    assert moves == [{"n0": "http://a"}]
+
+
+def test_secrets_reach_the_client_by_its_standard_input_only(tmp_path, say, follow) -> None:
+    say(view(nodes={"n0": "http://a"}))
+    directory, _ = follow()
+    directory.wait(20.0)
+    assert json.loads((tmp_path / "given").read_text())["agent"]["token"] == TOKEN
+    assert TOKEN not in repr(settings(tmp_path))
+    assert TOKEN not in (tmp_path / "ray-nodes.json").read_text()
+    assert stat.S_IMODE((tmp_path / "ray-nodes.json").stat().st_mode) == 0o600
+
+
+def test_a_client_that_does_not_leave_does_not_keep_the_service(tmp_path, say, follow, monkeypatch) -> None:
+    monkeypatch.setattr(ray_directory, "_LEAVE_LIMIT_S", 0.3)
+    say(view(nodes={"n0": "http://a"}), then="exec sleep 600")
+    directory, _ = follow()
+    directory.wait(20.0)
+    begun_s = time.monotonic()
+    directory.close()
+    assert time.monotonic() - begun_s < 10.0
+
+
+def test_only_the_same_settings_have_the_same_fingerprint(tmp_path) -> None:
+    same = settings(tmp_path).agent.fingerprint
+    assert settings(tmp_path).agent.fingerprint == same
+    others = [{"token": SecretStr("b")}, {"slots": 3}, {"reserved": True}, {"version": "0"}, {"shared_dir": tmp_path}]
+    assert len({same, *(settings(tmp_path, **other).agent.fingerprint for other in others)}) == 1 + len(others)
+
+
+def test_one_service_at_a_time_uses_a_node(tmp_path, monkeypatch) -> None:
+    actor, clock = NodeActor(), [1000.0]
+    monkeypatch.setattr(node_actor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(NodeActor, "_start", lambda *_: "http://there")
+    first = settings(tmp_path, owner="on a in /x").agent.model_dump_json()
+    second = settings(tmp_path, owner="on b in /y").agent.model_dump_json()
+    assert actor.ensure_agent(first) == "http://there"
+    clock[0] += 20.0
+    with pytest.raises(RuntimeError, match=r"it is used by the service on a in /x: .*ELASTICFLOW_RAY_NAMESPACE"):
+        actor.ensure_agent(second)
+    clock[0] += 20.0
+    assert actor.ensure_agent(second) == "http://there", "the first has ended"
+
+
+def test_a_folder_that_somebody_else_may_have_made_is_not_used(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(node_actor, "Path", lambda text: tmp_path / Path(text).name)
+    found = node_actor._own_folder()
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+    found.chmod(0o777)
+    with pytest.raises(RuntimeError, match="ELASTICFLOW_NODE_FOLDER"):
+        node_actor._own_folder()
+    found.rmdir()
+    found.symlink_to(tmp_path)
+    with pytest.raises(RuntimeError, match="belongs to somebody else"):
+        node_actor._own_folder()
+
+
+def test_what_is_missing_is_named(tmp_path, monkeypatch) -> None:
+    with pytest.raises(EngineError, match=r"ENGINE=ray needs ELASTICFLOW_SHARED_DIR, ELASTICFLOW_NODE_TOKEN or"):
+        open_engine(ServiceSettings(state_dir=tmp_path, engine="ray"))
+    monkeypatch.setattr(ray_engine.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(EngineError, match=r"pip install 'elasticflow-airflow\[ray\]'"):
+        open_engine(ServiceSettings(state_dir=tmp_path, engine="ray", shared_dir=tmp_path / "s", node_token="t"))
+
+
+def test_without_a_node_it_says_why(tmp_path, say) -> None:
+    say(view(is_usable=False, problems=["Ray at 10.0.0.1:6379 cannot be used: nobody answers"]), then="exit 1")
+    with pytest.raises(EngineError, match="cannot be used: nobody answers"):
+        ray_engine.open_ray_engine(tmp_path / "state", settings(tmp_path), wait_s=20.0)

@@ -1,0 +1,173 @@
+"""The service over a Ray cluster: nodes come and go, Ray dies here and there, and jobs keep their deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from support.machines import need_namespaces
+from support.node_agents import TOKEN
+from support.ray_machines import RayMachines
+from support.trial import SCALING, Trial
+
+from elasticflow_airflow.client import Endpoint, snapshot_script
+
+pytest.importorskip("ray", reason="needs Ray: pip install elasticflow-airflow[ray]")
+pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+@dataclass
+class RayTrial(Trial):
+    """A Ray cluster of machines with a slot each; the head is beside the service."""
+
+    machines: RayMachines = field(kw_only=True)
+
+    def nodes(self) -> set[str]:
+        return {slot.node_id for slot in self.client.health().slots}
+
+    def trains_on(self, job: str) -> None:
+        step = self.client.status(job).step
+        self.wait(lambda: self.client.status(job).step > step + 3, "it trains on")
+
+
+@pytest.fixture
+def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayTrial]:
+    need_namespaces()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = tmp_path / "code" / "train.py"
+    script.parent.mkdir()
+    script.write_text(SCALING)
+    state_dir = daemons.state_dir("state")
+    client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
+    client.retry_for_s = 60.0
+    base = state_dir.parent
+    machines = RayMachines(3, own_folder=base / "locks")
+    for name, value in machines.ray_env.items():
+        monkeypatch.setenv(name, value)
+    trial = RayTrial(daemons, client, state_dir, snapshot_script(script), machines=machines)
+    trial.settings = {
+        "engine": "ray",
+        "ray_address": machines.address,
+        "ray_reserved": True,
+        "node_folder": base / "nodes",
+        "shared_dir": base / "shared",
+        "node_token": TOKEN,
+        "suspicion_s": 10,
+    }
+    try:
+        machines.start_head()
+        for index in range(2):
+            machines.start_node(index)
+        yield trial
+    finally:
+        machines.close()
+    trial.end()
+
+
+def test_a_job_over_two_machines_keeps_its_deadline_though_one_loses_its_power(trial: RayTrial) -> None:
+    trial.start()
+    trial.wait(lambda: trial.nodes() == {"node0", "node1"}, "both are there")
+    deadline = time.time() + 500
+    job = trial.submit("long", 30, scaling_curve={1: 6.0, 2: 9.0}, logical_workers=4, deadline_at=deadline)
+    trial.wait(lambda: len(trial.client.status(job).slots) == 2, "it has both")
+    trial.trains_on(job)
+    trial.machines.cut_power(1)
+    trial.wait(lambda: trial.events(job, "worker_lost"), "it is seen that a worker is lost")
+    changes = len(trial.wait(lambda: trial.events(job, "rescaled"), "the other goes on"))
+    trial.machines.start_node(2)  # another one comes
+    grown = lambda: [event for event in trial.events(job, "rescaled")[changes:] if event.data["workers"] == 2]  # noqa: E731
+    trial.wait(grown, "it grows onto the new one")
+    assert {node_id for node_id, _ in trial.client.status(job).slots} == {"node0", "node2"}
+    trial.ends(job, 30)
+    assert time.time() < deadline
+
+
+def test_training_goes_on_while_rays_head_is_away_and_the_service_starts_again(trial: RayTrial) -> None:
+    trial.start()
+    job = trial.submit("only", 40, scaling_curve={1: 6.0, 2: 9.0}, max_workers=2)
+    trial.wait(lambda: len(trial.client.status(job).slots) == 2, "it has both")
+    trial.trains_on(job)
+    trial.machines.kill_head()
+    trial.trains_on(job)
+    assert trial.service is not None
+    trial.service.kill()
+    trial.service.wait()
+    trial.start()  # It knows the nodes from before.
+    trial.trains_on(job)
+    trial.wait(lambda: any("cannot be used" in said for said in trial.client.health().problems), "it is said")
+    trial.machines.start_head()
+    for index in range(2):
+        trial.machines.start_ray(index)
+    trial.wait(lambda: not trial.client.health().problems, "Ray is well again", 60)
+    trial.trains_on(job)
+    trial.ends(job, 40)
+    assert not trial.events(job, "worker_lost"), trial.story()
+
+
+def test_without_reservation_workers_end_when_ray_does_and_the_job_goes_on_elsewhere(trial: RayTrial) -> None:
+    trial.settings["ray_reserved"] = False
+    trial.start()
+    job = trial.submit("only", 12, scaling_curve={1: 6.0, 2: 9.0}, max_workers=2)
+    trial.wait(lambda: len(trial.client.status(job).slots) == 2, "it has both")
+    trial.trains_on(job)
+    trial.machines.kill_raylet(1)
+    lost = trial.wait(lambda: trial.events(job, "worker_lost"), "its worker there ends", 30)
+    trial.trains_on(job)
+    assert not trial.machines.workers(1), "Ray gives the GPUs to others"
+    assert len(lost) == 1
+    begun_s = time.monotonic()
+    trial.machines.start_ray(1)
+    trial.wait(lambda: "node1" in trial.nodes(), "it comes again")
+    print(f"joined {time.monotonic() - begun_s:.1f} s after `ray start`")
+    trial.ends(job, 12)
+
+
+def test_with_reservation_workers_outlive_ray_and_its_actor(trial: RayTrial) -> None:
+    trial.start()
+    job = trial.submit("only", 20, scaling_curve={1: 6.0, 2: 9.0}, max_workers=2)
+    trial.wait(lambda: len(trial.client.status(job).slots) == 2, "it has both")
+    trial.trains_on(job)
+    trial.machines.kill_raylet(1)
+    trial.trains_on(job)
+    trial.machines.start_ray(1)
+    trial.trains_on(job)
+    trial.ends(job, 20)
+    assert not trial.events(job, "worker_lost"), trial.story()
+
+
+def test_a_node_that_ray_takes_away_is_left_before(trial: RayTrial) -> None:
+    trial.settings["drain_lead_s"] = 5
+    trial.start()
+    job = trial.submit("only", 20, scaling_curve={1: 6.0, 2: 9.0}, max_workers=2)
+    trial.wait(lambda: len(trial.client.status(job).slots) == 2, "it has both")
+    trial.trains_on(job)
+    trial.machines.drain(1, 15)
+    trial.wait(lambda: {node for node, _ in trial.client.status(job).slots} == {"node0"}, "it leaves", 15)
+    trial.machines.cut_power(1)
+    trial.ends(job, 20)
+    assert not trial.events(job, "worker_lost"), trial.story()
+
+
+def test_what_cannot_be_used_is_said(trial: RayTrial, daemons, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot_start(**settings: object) -> str:
+        service = daemons.popen("state", **{**trial.settings, **settings})
+        _, said = service.communicate(timeout=120)
+        assert service.returncode == 1
+        assert b"Traceback" not in said
+        return said.decode().splitlines()[-1]
+
+    assert "Ray at 127.0.0.1:9 cannot be used: " in cannot_start(ray_address="127.0.0.1:9")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "token is missing or incorrect" in cannot_start()
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert "2 slots are configured, and it has 1 CPUs: it is not used" in cannot_start(slots=2)
+    trial.machines.start_node(2, "node1")
+    trial.start()
+    trial.wait(
+        lambda: any("2 nodes of Ray are named node1" in said for said in trial.client.health().problems), "named"
+    )
+    trial.wait(lambda: trial.nodes() == {"node0", "node1"}, "one of them is used")

@@ -1,0 +1,138 @@
+"""A Ray cluster: its head, without slots, on this machine, and a raylet on each of some machines (``machines.py``)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from support.machines import Machines
+
+RAY_TOKEN = "b" * 48
+_NODE_ID = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+print(*(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeName"] == sys.argv[2]))
+"""
+_RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
+
+
+class RayMachines(Machines):
+    """``slots``: CPUs of each machine; ``own_folder``: one that each has for itself.
+
+    The head is at ``address``, with a temporary folder of its own.
+    """
+
+    def __init__(self, count: int, slots: int = 1, own_folder: Path | None = None) -> None:
+        super().__init__(count)
+        self.slots = slots
+        self._folder = Path(tempfile.mkdtemp(prefix="ray-"))  # Short: Ray makes sockets far below it.
+        self._own_folders = [self._folder / "r", *([] if own_folder is None else [own_folder])]
+        token = self._folder / "token"
+        token.write_text(RAY_TOKEN)
+        self.ray_env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        with socket.socket() as free:
+            free.bind((self.outside, 0))
+            self.address = f"{self.outside}:{free.getsockname()[1]}"
+        self.head: subprocess.Popen[bytes] | None = None
+
+    def start_head(self) -> None:
+        """Start the head, at the same address each time."""
+        port = self.address.rpartition(":")[2]
+        words = ["--head", f"--port={port}", "--num-cpus=0", f"--node-ip-address={self.outside}", "--node-name=head"]
+        with (self._folder / "head.log").open("ab") as log:
+            self.head = subprocess.Popen(
+                [*_ray(), *words, "--include-dashboard=false", f"--temp-dir={self._folder}/r"],
+                env=self._env(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._wait(lambda: b"Ray runtime started" in (self._folder / "head.log").read_bytes(), "the head starts")
+
+    def start_node(self, index: int, name: str | None = None) -> None:
+        """Start a machine with its raylet; when that ends, all else goes on there."""
+        # Each machine has files of its own where Ray, and the locks of slots, are.
+        own = " && ".join(f"mkdir -p {folder} && mount -t tmpfs none {folder}" for folder in self._own_folders)
+        command = ["sh", "-c", f'{own} && exec "$@"', "sh", *self._raylet(index, name or f"node{index}")]
+        self.run(index, command, self._env())
+
+    def start_ray(self, index: int) -> None:
+        """Start the raylet of a machine again."""
+        self.run_beside(index, self._raylet(index, f"node{index}"), self._env())
+
+    def _raylet(self, index: int, name: str) -> list[str]:
+        where = [f"--address={self.address}", f"--node-ip-address={self.addresses[index]}"]
+        return [*_ray(), *where, f"--node-name={name}", f"--num-cpus={self.slots}"]
+
+    def kill_raylet(self, index: int) -> None:
+        """Kill Ray on a machine, but for what others started there."""
+        for process in self._processes(f"/run/netns/{self._space(index)}"):
+            if "raylet" in process.name() or "ray/scripts" in " ".join(process.cmdline()):
+                process.kill()
+
+    def drain(self, index: int, left_s: int) -> None:
+        """Have Ray say that a node goes away, as its autoscaler does before a preemption."""
+        asked = [sys.executable, "-c", _NODE_ID, self.address, f"node{index}"]
+        node_id = subprocess.run(asked, env=self._env(), check=True, capture_output=True, text=True).stdout.split()[-1]
+        reason = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", f"--node-id={node_id}"]
+        words = [f"--address={self.address}", *reason, f"--deadline-remaining-seconds={left_s}"]
+        subprocess.run([*_RAY, "drain-node", *words], env=self._env(), check=True, capture_output=True)
+
+    def workers(self, index: int) -> list[str]:
+        """Return the command lines of our workers and supervisors on a machine."""
+        found = []
+        for process in self._processes(f"/run/netns/{self._space(index)}"):
+            with contextlib.suppress(psutil.Error):
+                found.append(" ".join(process.cmdline()))
+        return [line for line in found if "torchrun" in line or "workers.supervisor" in line]
+
+    def kill_head(self) -> None:
+        """Kill the head and all that belongs to it on this machine."""
+        for process in self._processes("/proc/self/ns/net"):
+            with contextlib.suppress(psutil.Error):
+                if str(self._folder) in " ".join(process.cmdline()):
+                    process.kill()
+        if self.head is not None:
+            self.head.wait()
+
+    @staticmethod
+    def _processes(network: str) -> Iterator[psutil.Process]:
+        """Yield the processes in a network namespace."""
+        wanted = os.stat(network).st_ino
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.stat(f"/proc/{process.pid}/ns/net").st_ino == wanted:
+                    yield process
+
+    def _env(self) -> dict[str, str]:
+        return {**os.environ, **self.ray_env, "CUDA_VISIBLE_DEVICES": ""}
+
+    def close(self) -> None:
+        """Kill everything."""
+        super().close()
+        self.kill_head()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait(self, happened: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
+        end_s = time.monotonic() + limit_s
+        while not happened():
+            if time.monotonic() > end_s:
+                raise AssertionError(f"{what}: not in time\n{(self._folder / 'head.log').read_text()}")
+            time.sleep(0.05)
+
+
+def _ray() -> list[str]:
+    return [
+        *(*_RAY, "start", "--block"),
+        *("--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats"),
+    ]
