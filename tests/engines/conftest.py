@@ -13,21 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 from support.machines import Machines, need_namespaces
 from support.node_agents import TOKEN, start_agent
 
+from elasticflow_airflow.engines.cluster.agent_card import AgentCard
 from elasticflow_airflow.engines.cluster.cluster_engine import open_cluster_engine
 from elasticflow_airflow.engines.fake.engine import FakeBehaviour, FakeEngine, fake_nodes
 from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
 from elasticflow_airflow.engines.local.engine import TorchrunEngine
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
+from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.port import Engine, GangObservation, GangSpec, GangState
+from elasticflow_airflow.engines.ray.ray_engine import AgentSettings, ClientSettings, open_ray_engine
 from elasticflow_airflow.runtime.protocol import Report, SessionConfig
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 ELSEWHERE = "127.0.0.2"
 """The address of the second of the two nodes; that of the first is 127.0.0.1."""
+AGENT = "engines.ray.agent_process"
+"""In the command line of an agent on a Ray cluster."""
 TRAIN = """
 import os, sys, time
 from pathlib import Path
@@ -339,17 +345,25 @@ class ClusterBench(LocalBench):
     def hold_slot(self, index: int) -> None:
         """A service on that machine alone takes a slot."""
         node_id = self.nodes[0]
-        (node,) = detect_nodes(slots=2, environ={"CUDA_VISIBLE_DEVICES": ""})
-        other = LocalEngine(self.base / "elsewhere", [replace(node, node_id=node_id)], self.base / f"locks-{node_id}")
+        other = LocalEngine(self.base / "elsewhere", [self.layout_elsewhere()], self.locks())
         self.others.append(other)
         spec = LocalBench.spec(self, job_id="other", placement=(Slot(node_id, index),))
         folder = self.base / "elsewhere" / "jobs" / "other" / "i000001"
         other.apply(replace(spec, session=replace(spec.session, incarnation_dir=str(folder))))
         wait_until(lambda: other.observe()[0].workers[0].slot and self.engine.inventory()[0].busy, "slot held")
 
+    def layout_elsewhere(self) -> NodeLayout:
+        """The first node as a service on its machine alone sees it."""
+        (node,) = detect_nodes(slots=2, environ={"CUDA_VISIBLE_DEVICES": ""})
+        return replace(node, node_id=self.nodes[0])
+
+    def locks(self) -> Path:
+        """The folder of the slot locks there."""
+        return self.base / f"locks-{self.nodes[0]}"
+
     def processes(self) -> list[str]:
         """All processes of the machines but their agents."""
-        return [line for line in super().processes() if "cli.main import main" not in line]
+        return [line for line in super().processes() if "cli.main import main" not in line and AGENT not in line]
 
     def end(self) -> None:
         try:
@@ -366,6 +380,46 @@ class ClusterBench(LocalBench):
             agent.wait()
             assert agent.stdout is not None
             agent.stdout.close()
+
+
+@dataclass(kw_only=True)
+class RayBench(ClusterBench):
+    """The two nodes of a Ray cluster on this machine."""
+
+    address: str
+
+    def make(self, state: str = "state", **options: Any) -> TorchrunEngine:
+        (self.base / "shared").mkdir(exist_ok=True)
+        agent = AgentSettings(
+            token=SecretStr(TOKEN),
+            folder=self.base,
+            namespace="ours",
+            shared_dir=self.base / "shared",
+            slot_lock_dir=self.base / "locks",
+            reserved=True,
+        )
+        client = ClientSettings(address=self.address, slots=2, allow_insecure=True, agent=agent)
+        engine = open_ray_engine(self.base / state, client, suspicion_s=self.suspicion_s, **options)
+        wait_until(lambda: len(engine.inventory()) == 2, "both nodes are there")
+        return engine
+
+    def folder(self, generation: int = 1, node: int = 0, job_id: str = "job") -> SupervisorFolder:
+        incarnation_dir = self.base / "ours" / self.nodes[node] / "jobs" / job_id / "i000001"
+        return SupervisorFolder.of(incarnation_dir, generation, self.nodes[node])
+
+    def layout_elsewhere(self) -> NodeLayout:
+        found = super().layout_elsewhere()
+        slots = (replace(slot, lock_name=f"{found.node_id}-{slot.lock_name}") for slot in found.slots)
+        return replace(found, slots=tuple(slots))
+
+    def locks(self) -> Path:
+        return self.base / "locks"
+
+    def end_agents(self) -> None:
+        for node_id in self.nodes:
+            card = AgentCard.read(self.base / "ours" / node_id)
+            if card is not None:
+                card.end()
 
 
 @pytest.fixture
@@ -425,7 +479,40 @@ def machines_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPat
     yield from open_cluster(tmp_path, Machines(2), 5.0)
 
 
-@pytest.fixture(params=["fake", "local", pytest.param("cluster", marks=pytest.mark.slow)])
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """A Ray cluster of two nodes on this machine, for all tests of this process."""
+    pytest.importorskip("ray", reason="needs Ray: pip install elasticflow-airflow[ray]")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "node_name": "head"})
+    try:
+        for name in ("local0", "local1"):
+            cluster.add_node(num_cpus=2, node_name=name)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture
+def ray_bench(tmp_path: Path, code_dir: Path, ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayBench]:
+    """Node agents that actors of a Ray cluster have started."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    fake = FakeEngine(jobs_dir=tmp_path)
+    bench = RayBench(engine=fake, base=tmp_path, nodes=("local0", "local1"), suspicion_s=20.0, address=ray_address)
+    bench.engine = bench.make()
+    yield bench
+    bench.end()
+
+
+@pytest.fixture(
+    params=[
+        "fake",
+        "local",
+        pytest.param("cluster", marks=pytest.mark.slow),
+        pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.soak]),
+    ]
+)
 def bench(request: pytest.FixtureRequest) -> Bench:
     """The same contract for every engine."""
     found = request.getfixturevalue(f"{request.param}_bench")

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(400)
 slow = pytest.mark.slow
 both = pytest.mark.parametrize(
-    "bench", ["fake", pytest.param("local", marks=slow), pytest.param("cluster", marks=slow)], indirect=True
+    "bench",
+    [
+        "fake",
+        pytest.param("local", marks=slow),
+        pytest.param("cluster", marks=slow),
+        pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.soak]),
+    ],
+    indirect=True,
 )
 SCRIPT = Path(__file__).parents[1] / "support" / "train_small.py"
 PLACES = {"A": (0, 0), "B": (0, 1), "C": (1, 0), "D": (1, 1)}

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elasticflow_airflow.engines.cluster.agent_card import AgentCard, only_agent
 from elasticflow_airflow.engines.cluster.job_folder import node_of
+from elasticflow_airflow.engines.cluster.lease_watchdog import LeaseWatchdog
 from elasticflow_airflow.engines.cluster.messages import (
     Introduction,
     Probe,
@@ -262,6 +263,7 @@ def run_agent(options: AgentOptions, token: str) -> int:
         except (ValueError, OSError) as error:
             sys.stderr.write(f"the node agent cannot start: {error}\n")
             return 2
+        LeaseWatchdog(agent.running).start()
         if options.ends_with is not None:
             threading.Thread(target=_end_with, args=(options.ends_with, agent), name="owner", daemon=True).start()
         sys.stdout.write(f"node {options.node_id} listens on {host}:{port}\n")

@@ -488,6 +488,10 @@ class NodeAgent:
                 asked[worker_id] = (ProcessId.from_json(None if process is None else dict(process)), self._root / path)
         return stacks.ask(asked)
 
+    def running(self) -> list[tuple[ProcessId, SupervisorFolder]]:
+        """Return the supervisors that hold slots here."""
+        return self._manager.supervisors()
+
     def kill_everything(self) -> None:
         """Kill all supervisors here; the kernel kills their workers with them."""
         with self._lock:

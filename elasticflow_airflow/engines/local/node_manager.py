@@ -165,15 +165,22 @@ class NodeManager:
             if process.poll() is not None and os.path.lexists(path / "status.json"):
                 del self._supervisors[path]
 
-    def kill_supervisors(self) -> None:
-        """Kill the supervisors of this folder that hold slots, and those that are coming up."""
+    def supervisors(self) -> list[tuple[ProcessId, SupervisorFolder]]:
+        """Return the supervisors of this folder that hold slots."""
         every = (Slot(node.node_id, index) for node in self._nodes.values() for index in range(len(node.slots)))
         holders = [self.holder(slot) for slot in every]
         ours = [holder for holder in holders if holder and holder.get("state_dir") == str(self._state_dir)]
+        found = []
         for pid in {number_in(holder, "pid") for holder in ours} - {0}:
-            process = ProcessId.of(pid)
-            if process is not None and _folder_of(pid) is not None:
-                process.kill()
+            process, folder = ProcessId.of(pid), _folder_of(pid)
+            if process is not None and folder is not None:
+                found.append((process, folder))
+        return found
+
+    def kill_supervisors(self) -> None:
+        """Kill the supervisors of this folder that hold slots, and those that are coming up."""
+        for process, _ in self.supervisors():
+            process.kill()
         for started in self._supervisors.values():
             started.kill()
 
