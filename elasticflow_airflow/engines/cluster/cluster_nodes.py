@@ -94,12 +94,16 @@ class ClusterNodes:
                 link.move_to(url)
 
     def wait_for_nodes(self, limit_s: float) -> None:
-        """Wait until all agents have answered, or some have and the time is over; the others may come later.
+        """Wait until all agents have answered, or one has and the others are silent: they may come later.
 
-        Raises EngineError that says why when none has answered.
+        Raises EngineError that says why when none has answered within ``limit_s``.
         """
         end_s = time.monotonic() + limit_s
+        one_answered = False
         while (silent := [link for link in self._links if link.answers == 0]) and time.monotonic() < end_s:
+            if not one_answered and len(silent) < len(self._links):
+                one_answered = True
+                end_s = min(end_s, time.monotonic() + self._suspicion_s)
             time.sleep(0.05)
         said = "; ".join(self.problems())
         if len(silent) == len(self._links):
