@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,6 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
 COMPOSE_FILE = (ROOT / "docker/compose.yaml").read_text()
 COMPOSE = yaml.safe_load(COMPOSE_FILE)
+RAY_COMPOSE_FILE = (ROOT / "docker/compose.ray.yaml").read_text()
+RAY_COMPOSE = yaml.safe_load(RAY_COMPOSE_FILE)
+COMPOSE_FILES = pytest.mark.parametrize("compose", [COMPOSE, RAY_COMPOSE], ids=["compose.yaml", "compose.ray.yaml"])
 
 WHAT_AIRFLOW_SEES = """
 import json
@@ -53,28 +57,32 @@ def pip_steps(name: str) -> list[str]:
     return re.findall(r"^RUN (pip install .*)$", stage(name), re.MULTILINE)
 
 
-def test_compose_builds_targets_that_exist() -> None:
-    for service in COMPOSE["services"].values():
+@COMPOSE_FILES
+def test_compose_builds_targets_that_exist(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
         if "build" in service:
             assert stage(service["build"]["target"])
 
 
-def test_compose_mounts_every_secret_that_it_reads() -> None:
-    for name, service in COMPOSE["services"].items():
+@COMPOSE_FILES
+def test_compose_mounts_every_secret_that_it_reads(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
         named = set(re.findall(r"/run/secrets/(\w+)", json.dumps(service)))
         assert named <= set(service.get("secrets", ())), name
-        assert set(service.get("secrets", ())) <= set(COMPOSE["secrets"])
+        assert set(service.get("secrets", ())) <= set(compose["secrets"])
 
 
-def test_compose_holds_no_secret() -> None:
-    for service in COMPOSE["services"].values():
+@COMPOSE_FILES
+def test_compose_holds_no_secret(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
         for key, value in service.get("environment", {}).items():
             if re.search(r"PASSWORD|TOKEN|SECRET|CONN", key):
                 assert "/run/secrets/" in value, f"{key} stands in the compose file"
 
 
-def test_compose_depends_on_services_that_exist_and_can_be_healthy() -> None:
-    services = COMPOSE["services"]
+@COMPOSE_FILES
+def test_compose_depends_on_services_that_exist_and_can_be_healthy(compose: dict[str, Any]) -> None:
+    services = compose["services"]
     for service in services.values():
         for other, condition in service.get("depends_on", {}).items():
             if condition["condition"] == "service_healthy" and other != "elasticflow":
@@ -82,30 +90,33 @@ def test_compose_depends_on_services_that_exist_and_can_be_healthy() -> None:
     assert "HEALTHCHECK" in stage("service")
 
 
-def test_compose_covers_only_folders_whose_owner_may_write() -> None:
+@COMPOSE_FILES
+def test_compose_covers_only_folders_whose_owner_may_write(compose: dict[str, Any]) -> None:
     """A new volume takes the owner of the image's folder beneath it; without one it is root's."""
-    for name, service in COMPOSE["services"].items():
+    for name, service in compose["services"].items():
         for mount in service.get("volumes", ()) if "build" in service else ():
             source, target = mount.split(":")[:2]
-            if source in COMPOSE["volumes"]:
-                made = re.findall(
-                    r"install --directory --owner=elasticflow (.*)", stage("base") + stage(service["build"]["target"])
-                )
+            if source in compose["volumes"]:
+                below = {"ray": stage("service") + stage("ray")}
+                image = stage("base") + below.get(service["build"]["target"], stage(service["build"]["target"]))
+                made = re.findall(r"install --directory --owner=elasticflow (.*)", image)
                 assert target in " ".join(made).split(), f"{name}: the image does not make {target}"
 
 
-def make_secrets(where: Path) -> Path:
+def make_secrets(where: Path, compose_file: str = COMPOSE_FILE) -> Path:
     """The secrets, by the very commands that the compose file names."""
-    commands = re.findall(r"^#   (.*)$", COMPOSE_FILE, re.MULTILINE)
+    commands = re.findall(r"^#   (.*)$", compose_file, re.MULTILINE)
     shell = "\n".join(command for command in commands if not command.startswith("docker compose"))
     subprocess.run(["bash", "-euc", shell], cwd=where, check=True)
     return where / "docker/secrets"
 
 
-def test_the_commands_of_the_compose_file_make_every_secret(tmp_path: Path) -> None:
-    made = {file.name for file in make_secrets(tmp_path).iterdir() if len(file.read_text()) > 40}
-    assert made == set(COMPOSE["secrets"])
-    assert {f"secrets/{name}" for name in made} == {secret["file"] for secret in COMPOSE["secrets"].values()}
+@pytest.mark.parametrize("compose_file", [COMPOSE_FILE, RAY_COMPOSE_FILE], ids=["compose.yaml", "compose.ray.yaml"])
+def test_the_commands_of_the_compose_file_make_every_secret(compose_file: str, tmp_path: Path) -> None:
+    made = {file.name for file in make_secrets(tmp_path, compose_file).iterdir() if len(file.read_text()) > 40}
+    secrets = yaml.safe_load(compose_file)["secrets"]
+    assert made == set(secrets)
+    assert {f"secrets/{name}" for name in made} == {secret["file"] for secret in secrets.values()}
 
 
 def test_no_secret_is_sent_to_the_builder() -> None:
