@@ -71,6 +71,8 @@ NAVIGATION = {
         "how-to/run-the-service",
         "how-to/several-machines",
         "how-to/ray",
+        "how-to/kuberay",
+        "how-to/slurm",
         "how-to/deploy",
         "how-to/monitor",
         "how-to/watch-the-cluster",

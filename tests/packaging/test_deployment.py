@@ -1,4 +1,4 @@
-"""What is deployed beside Airflow and the service: Prometheus, Grafana, systemd. No container engine is needed."""
+"""What is deployed beside Airflow and the service: Ray, Prometheus, Grafana, systemd. No container engine is needed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -19,6 +20,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+RAY_COMPOSE = yaml.safe_load((DOCKER / "compose.ray.yaml").read_text())
+COMPOSE_FILES = pytest.mark.parametrize("compose", [COMPOSE, RAY_COMPOSE], ids=["compose.yaml", "compose.ray.yaml"])
 BOARD = json.loads((DOCKER / "grafana/dashboards/elasticflow.json").read_text())
 PROMETHEUS = yaml.safe_load((DOCKER / "prometheus/prometheus.yml").read_text())
 ALERTS = yaml.safe_load((DOCKER / "prometheus/alerts.yml").read_text())
@@ -84,6 +87,7 @@ COMPOSE_SCHEMA = {
                     "shm_size": {"type": "string"},
                     "stop_grace_period": DURATION,
                     "init": {"type": "boolean"},
+                    "hostname": {"type": "string"},
                 },
                 "additionalProperties": False,
             }
@@ -91,36 +95,83 @@ COMPOSE_SCHEMA = {
     },
     "additionalProperties": False,
 }
-"""The part of the compose specification that the file uses, and our own rules: ports of this machine alone."""
+"""The part of the compose specification that the files use, and our own rules: ports of this machine alone."""
 
 
-def test_the_compose_file_is_well_formed() -> None:
-    jsonschema.Draft202012Validator(COMPOSE_SCHEMA).validate(COMPOSE)
+@COMPOSE_FILES
+def test_the_compose_file_is_well_formed(compose: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator(COMPOSE_SCHEMA).validate(compose)
 
 
-def test_no_image_is_unpinned() -> None:
-    for name, service in COMPOSE["services"].items():
+@COMPOSE_FILES
+def test_no_image_is_unpinned(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
         if "build" not in service:
             assert re.search(r":v?\d+\.\d+", service["image"]), f"{name}: {service['image']} names no version"
     for image in re.findall(r"^FROM (\S+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE):
-        assert image == "base" or re.fullmatch(r"python:\$\{PYTHON\}-slim", image), image
+        assert image in ("base", "service") or re.fullmatch(r"python:\$\{PYTHON\}-slim", image), image
     assert re.search(r"^ARG PYTHON=3\.\d+$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
 
 
-def test_everything_that_stays_up_has_a_healthcheck() -> None:
-    for name, service in COMPOSE["services"].items():
+@COMPOSE_FILES
+def test_everything_that_stays_up_has_a_healthcheck(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
         if service["restart"] != "no" and service["image"] != "elasticflow-service":
             assert "healthcheck" in service, name
     assert "HEALTHCHECK" in (DOCKER / "Dockerfile").read_text()
 
 
-def test_every_mounted_file_is_there() -> None:
-    for name, service in COMPOSE["services"].items():
+@COMPOSE_FILES
+def test_every_mounted_file_is_there(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
         for mount in service.get("volumes", ()):
             source = mount.split(":")[0]
-            assert source in COMPOSE["volumes"] or (DOCKER / source).exists(), f"{name} mounts {source}"
-    for config in COMPOSE["configs"].values():
+            assert source in compose["volumes"] or (DOCKER / source).exists(), f"{name} mounts {source}"
+    for config in compose.get("configs", {}).values():
         assert (DOCKER / config["file"]).exists()
+
+
+def test_ray_has_one_image_one_token_and_one_folder() -> None:
+    services = RAY_COMPOSE["services"]
+    head, service = services["ray-head"], services["elasticflow"]
+    workers = {name: each for name, each in services.items() if name.startswith("ray-worker")}
+    settings = service["environment"]
+    assert len(workers) == 2
+    assert all(each["hostname"] == name for name, each in workers.items())
+    for each in (head, service, *workers.values()):
+        assert each["image"] == "elasticflow-ray"
+        assert each["build"]["target"] == "ray"
+        assert each["environment"]["RAY_AUTH_MODE"] == "token"
+        assert each["environment"]["RAY_AUTH_TOKEN_PATH"] == "/run/secrets/ray_token"
+        assert "ray_token" in each["secrets"]
+    shared = f"shared:{settings['ELASTICFLOW_SHARED_DIR']}"
+    assert all(shared in each["volumes"] for each in (service, *workers.values()))
+    assert settings["ELASTICFLOW_RAY_ADDRESS"] == "ray://ray-head:10001"
+    assert "--num-cpus=0 --num-gpus=0" in head["command"]
+    assert all("--address=ray-head:6379" in each["command"] for each in workers.values())
+
+
+def test_the_compose_file_of_ray_sets_settings_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    from elasticflow_airflow.service.settings import ServiceSettings
+
+    known = {f"ELASTICFLOW_{name.upper()}" for name in ServiceSettings.model_fields}
+    service = RAY_COMPOSE["services"]["elasticflow"]
+    assert set(re.findall(r"ELASTICFLOW_[A-Z_]+[A-Z]", json.dumps(service))) <= known
+    for name, value in service["environment"].items():
+        monkeypatch.setenv(name, value)
+    settings = ServiceSettings()
+    assert (settings.engine, settings.ray_reserved) == ("ray", True)
+
+
+def test_the_options_of_ray_are_those_that_there_are() -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts", reason="Ray is not installed: pip install 'ray[client]'")
+    known = {option for parameter in scripts.start.params for option in parameter.opts}
+    commands = [each["command"] for name, each in RAY_COMPOSE["services"].items() if name.startswith("ray-")]
+    pages = "".join((ROOT / f"docs/how-to/{name}.md").read_text() for name in ("ray", "slurm"))
+    commands += re.findall(r"^.*\bray start (?:.*\\\n)*.*$", pages, re.MULTILINE)
+    assert len(commands) > 5
+    for command in commands:
+        assert set(re.findall(r"(--[a-z-]+)", command.partition("ray start")[2])) <= known, command
 
 
 def test_airflow_checks_jobs_that_there_are() -> None:
@@ -315,36 +366,10 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert not ours, ours
 
 
-# -- Kubernetes ------------------------------------------------------------------------------------------------------
-
-
-def test_the_kubernetes_manifest_fits_the_image_and_the_page() -> None:
-    service, workload = yaml.safe_load_all((DOCKER / "kubernetes/elasticflow.yaml").read_text())
-    pod = workload["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert workload["kind"] == "StatefulSet"
-    assert workload["spec"]["replicas"] == 1
-    assert service["spec"]["selector"] == workload["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"] == 8321
-    dockerfile = (DOCKER / "Dockerfile").read_text()
-    assert json.dumps(container["args"]) in dockerfile
-    assert f"--uid {pod['securityContext']['runAsUser']} " in dockerfile
-    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    claims = {claim["metadata"]["name"] for claim in workload["spec"]["volumeClaimTemplates"]}
-    assert set(mounts.values()) == claims | {volume["name"] for volume in pod["volumes"]}
-    assert re.search(r"ENV ELASTICFLOW_STATE_DIR=(\S+)", dockerfile)[1] in mounts
-    keys = {item["key"] for volume in pod["volumes"] for item in volume.get("secret", {}).get("items", ())}
-    page = (ROOT / "docs/how-to/deploy.md").read_text()
-    assert keys <= set(re.findall(r"--from-literal=([\w-]+)=", page))
-    files = {env["value"] for env in container["env"]}
-    tokens = next(path for path, name in mounts.items() if name == "tokens")
-    assert files == {f"{tokens}/{key}" for key in keys}
-
-
 # -- the pages -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["deploy", "monitor"])
+@pytest.mark.parametrize("name", ["deploy", "monitor", "kuberay"])
 def test_yaml_on_the_pages_is_yaml(name: str) -> None:
     blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / f"docs/how-to/{name}.md").read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
@@ -353,7 +378,7 @@ def test_yaml_on_the_pages_is_yaml(name: str) -> None:
 
 
 def test_files_that_the_pages_name_are_there() -> None:
-    for name in ("deploy", "monitor"):
+    for name in ("deploy", "monitor", "kuberay", "ray", "slurm"):
         for path in re.findall(r"\bdocker/[\w./-]+\w", (ROOT / f"docs/how-to/{name}.md").read_text()):
             assert (ROOT / path).exists(), f"{name}.md names {path}"
 
