@@ -12,16 +12,23 @@ from elasticflow_airflow.runtime.protocol import UNTRAINED, ReportKind
 
 BEFORE, AFTER = r"before runtime.init\(\) \(or the Trainer's train\(\)", r"after runtime.init\(\) and before its first"
 IMPORT = "from elasticflow_airflow import runtime"
+INIT = f"""
+import os, pathlib, sys, time
+{IMPORT}
+session = runtime.init(steps=3)
+here = pathlib.Path(__file__).parent
+(here / f"joined{{session.rank}}").touch()
+while not all((here / f"joined{{rank}}").exists() for rank in range(2)):
+    time.sleep(0.01)
+"""
+"""Ends when both have joined: who still joins when the other leaves has failed, and rightly says so."""
 SCRIPTS = {
     "import at the top": ("from elasticflow_airflow import runtime", BEFORE),
     "import in a function": ("def main():\n    import elasticflow_airflow.runtime.transformers as t", BEFORE),
     "import in a module": ("import helper", BEFORE),
     "sys.exit": ("import sys\nfrom elasticflow_airflow.runtime import session\nsys.exit()", BEFORE),
-    "init and no step": ("from elasticflow_airflow import runtime\nruntime.init(steps=3)", AFTER),
-    "init, and sys.exit(0)": (
-        "import sys\nfrom elasticflow_airflow import runtime\nruntime.init()\nsys.exit(0)",
-        AFTER,
-    ),
+    "init and no step": (INIT, AFTER),
+    "init, and sys.exit(0)": (f"{INIT}sys.exit(0)", AFTER),
     "plain": ("import sys\nprint('elasticflow_airflow.runtime')\nsys.exit(0)", None),
     "another part": ("from elasticflow_airflow import api", None),
 }
@@ -44,24 +51,11 @@ def test_a_script_that_trains_nothing(tmp_path, name):
             assert re.search(told, reports[0].data["message"])
 
 
-INIT_AND_LEAVE = f"""
-import os, pathlib, time
-{IMPORT}
-session = runtime.init(steps=3)
-here = pathlib.Path(__file__).parent
-(here / f"joined{{session.rank}}").touch()
-while not all((here / f"joined{{rank}}").exists() for rank in range(2)):
-    time.sleep(0.01)
-os._exit(0)
-"""
-"""Leaves when both have joined: who still joins when the other leaves has failed, and rightly says so."""
-
-
 @pytest.mark.parametrize(
     ("script", "uses"),
     [
         (f"{IMPORT}\nimport os\nos._exit(0)", True),
-        pytest.param(INIT_AND_LEAVE, True, id="init", marks=pytest.mark.slow),
+        pytest.param(f"{INIT}os._exit(0)", True, id="init", marks=pytest.mark.slow),
         pytest.param("import os, helper\nos._exit(0)", True, marks=pytest.mark.slow),
         ("import os\nfrom package.deep import thing\nos._exit(0)", True),
         ("import os, plain, json.decoder\nos._exit(0)", False),

@@ -398,7 +398,7 @@ def test_slots_that_the_job_before_still_saves_on_are_waited_for(world):
     assert world.ended(slow).state == "succeeded"
 
 
-def test_a_node_that_is_lost_costs_its_gangs_a_restart(make_world):
+def test_a_node_that_is_lost_costs_its_gangs_a_start_from_the_last_checkpoint(make_world):
     world = make_world(nodes=2, slots=2, checkpoint_interval_s=3.0)
     job = world.submit(within=900, steps=1500, scaling_curve=CURVE)
     world.until(lambda: world.status(job).step > 200, "some steps")
@@ -407,7 +407,10 @@ def test_a_node_that_is_lost_costs_its_gangs_a_restart(make_world):
     done = world.ended(job)
     assert done.state == "succeeded"
     assert world.events(kind="node_lost")[0].reason == f"node {node} is gone"
-    assert world.events(job, "restarting")
+    lost = next(event for event in world.events(job, "resized") if f"node {node} is lost" in event.reason)
+    again = next(event for event in world.events(job, "started") if event.at > lost.at)
+    assert again.reason.startswith("generation 2 trains with 2 workers from step ")
+    assert again.at - lost.at < 5.0
 
 
 def test_a_node_that_joins_is_used(make_world):
