@@ -199,7 +199,8 @@ def test_every_mount_has_its_volume(objects: list[dict[str, Any]]) -> None:
         mounts = {mount["mountPath"]: mount["name"] for each in pod["containers"] for mount in each["volumeMounts"]}
         assert set(mounts.values()) == own | {volume["name"] for volume in pod["volumes"]}
         # The root is read-only, and Python, Ray and torch write here.
-        assert {"/tmp", "/home/elasticflow"} <= set(mounts)
+        (home,) = {env["value"] for each in pod["containers"] for env in each["env"] if env["name"] == "HOME"}
+        assert {"/tmp", home} <= set(mounts)
 
 
 def test_resources_are_bounded(objects: list[dict[str, Any]]) -> None:

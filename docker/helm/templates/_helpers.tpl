@@ -60,6 +60,7 @@ seccompProfile: { type: RuntimeDefault }
 
 {{/* The environment of Ray's own pods. What is to be drained is drained by the hook of the workers' pods. */}}
 {{- define "elasticflow.rayEnvironment" -}}
+- { name: HOME, value: /var/lib/elasticflow-home }
 {{ include "elasticflow.rayToken" . }}
 - { name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "0" }
 {{- end -}}
