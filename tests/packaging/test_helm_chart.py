@@ -234,11 +234,12 @@ def test_the_page_and_the_notes_make_every_secret(values: dict[str, Any]) -> Non
         made = {
             (command.split()[0], key)
             for command in text.replace("\\\n", " ").split("create secret generic ")[1:]
-            for key in re.findall(r"--from-literal=([\w-]+)=", command)
+            for key in re.findall(r"--from-file=([\w-]+)=", command)
         }
         assert wanted <= made
+        assert "--from-literal" not in text, "whoever sees the processes would see the secret"
     deploy = (ROOT / "docs/how-to/deploy.md").read_text()
-    assert "token" in (keys := set(re.findall(r"--from-literal=([\w-]+)=", deploy)))
+    assert "token" in (keys := set(re.findall(r"--from-file=([\w-]+)=", deploy)))
     assert {key for name, key in wanted if name == "elasticflow"} <= keys
 
 
