@@ -126,6 +126,7 @@ def test_without_reservation_workers_end_when_ray_does_and_the_job_goes_on_elsew
     trial.ends(job, 12)
 
 
+@pytest.mark.soak
 def test_with_reservation_workers_outlive_ray_and_its_actor(trial: RayTrial) -> None:
     trial.start()
     job = trial.submit("only", 20, scaling_curve={1: 6.0, 2: 9.0}, max_workers=2)
