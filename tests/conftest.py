@@ -38,7 +38,7 @@ structlog.configure(
     ]
 )
 
-TRAINING = ("demo/", "runtime/", "service/local/", "upgrade/")
+TRAINING = ("demo/", "runtime/", "service/cluster/", "service/local/", "upgrade/")
 """Where slow tests train for long, with workers that need the cores. Those of the engines train, too, but little: with
 them both processes have as much to do."""
 STACK = "tests/airflow/stack"
