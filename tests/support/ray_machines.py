@@ -40,15 +40,26 @@ class RayMachines(Machines):
         token = self._folder / "token"
         token.write_text(RAY_TOKEN)
         self.ray_env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        with socket.socket() as free:
+        with socket.socket() as free, socket.socket() as other:
             free.bind((self.outside, 0))
+            other.bind((self.outside, 0))
             self.address = f"{self.outside}:{free.getsockname()[1]}"
+            self._client_port = other.getsockname()[1]
+        self.client_address = f"ray://{self.outside}:{self._client_port}"
+        """Of the server for those that are not part of the cluster."""
         self.head: subprocess.Popen[bytes] | None = None
 
     def start_head(self) -> None:
         """Start the head, at the same address each time."""
         port = self.address.rpartition(":")[2]
-        words = ["--head", f"--port={port}", "--num-cpus=0", f"--node-ip-address={self.outside}", "--node-name=head"]
+        words = [
+            "--head",
+            f"--port={port}",
+            f"--ray-client-server-port={self._client_port}",
+            "--num-cpus=0",
+            f"--node-ip-address={self.outside}",
+            "--node-name=head",
+        ]
         with (self._folder / "head.log").open("ab") as log:
             self.head = subprocess.Popen(
                 [*_ray(), *words, "--include-dashboard=false", f"--temp-dir={self._folder}/r"],

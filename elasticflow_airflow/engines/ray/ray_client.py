@@ -13,13 +13,15 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.exceptions
-from ray._private.state import state as ray_state  # the drain notices: Ray offers them nowhere else
+from ray._private.state import GlobalState
+from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elasticflow_airflow import __version__
@@ -60,6 +62,13 @@ class RayClient:
         self._nodes: dict[str, _Node] = {}
         """By Ray's id."""
         self._heard: dict[str, float] = {}
+        # Ray tells of draining nodes nowhere else; through its client server (ray://) it tells nothing of its state.
+        self._state = GlobalState()  # type: ignore[no-untyped-call]
+        self._state._initialize_global_state(
+            GcsClientOptions.create(
+                ray.get_runtime_context().gcs_address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True
+            )
+        )
 
     def look(self) -> ClusterView:
         """Return what is there now. Raises what Ray raises when the cluster cannot be asked."""
@@ -79,7 +88,7 @@ class RayClient:
     def _leaving(self) -> dict[str, float]:
         """Return by Ray's id when draining nodes go away; those of which it is not known, when it was heard of."""
         now_ms = time.time() * 1000
-        at_ms = {ray_id: until_ms or now_ms for ray_id, until_ms in ray_state.get_draining_nodes().items()}
+        at_ms = {ray_id: until_ms or now_ms for ray_id, until_ms in self._state.get_draining_nodes().items()}
         self._heard = {ray_id: self._heard.get(ray_id, at / 1000) for ray_id, at in at_ms.items()}
         return self._heard
 
@@ -279,4 +288,9 @@ def _end_with_service() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except Exception:  # noqa: BLE001  (whatever Ray raises when its head is gone: the service starts another client)
+        traceback.print_exc()
+        status = 1
+    os._exit(status)  # At an ordinary end Python would wait for the thread that reads the standard input.

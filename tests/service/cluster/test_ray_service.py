@@ -141,7 +141,7 @@ def test_with_reservation_workers_outlive_ray_and_its_actor(trial: RayTrial) -> 
 
 
 def test_a_node_that_ray_takes_away_is_left_before(trial: RayTrial) -> None:
-    trial.settings["drain_lead_s"] = 5
+    trial.settings |= {"drain_lead_s": 5, "ray_address": trial.machines.client_address}
     trial.start()
     job = trial.submit("only", 20, scaling_curve={1: 6.0, 2: 9.0}, max_workers=2)
     trial.wait(lambda: len(trial.client.status(job).slots) == 2, "it has both")
