@@ -1,6 +1,6 @@
 """What it costs that machines come by Ray: until a machine that joins is used, and from a start to the first step.
 
-    python benchmarks/bench_ray.py [--joins 5] [--starts 3] [--write]
+    python benchmarks/bench_ray.py [--joins 3] [--starts 2] [--write]
 
 The machines are network and PID namespaces of this one (needs root), each with a raylet; the head, without slots, is
 beside the service. A join runs from `ray start`, and from the moment at which Ray knows the node, until the engine
@@ -64,8 +64,8 @@ def first_step_s(engine: TorchrunEngine, base: Path, name: str, slot: Slot) -> f
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--joins", type=int, default=5)
-    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--joins", type=int, default=3)
+    parser.add_argument("--starts", type=int, default=2)
     options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as name:
