@@ -60,7 +60,8 @@ class RayMachines(Machines):
             f"--node-ip-address={self.outside}",
             "--node-name=head",
         ]
-        with (self._folder / "head.log").open("ab") as log:
+        (self._folder / "r" / "ray_current_cluster").unlink(missing_ok=True)
+        with (self._folder / "head.log").open("wb") as log:
             self.head = subprocess.Popen(
                 [*_ray(), *words, "--include-dashboard=false", f"--temp-dir={self._folder}/r"],
                 env=self._env(),

@@ -99,6 +99,8 @@ def test_training_goes_on_while_rays_head_is_away_and_the_service_starts_again(t
     trial.start()  # It knows the nodes from before.
     trial.trains_on(job)
     trial.wait(lambda: any("cannot be used" in said for said in trial.client.health().problems), "it is said")
+    for index in range(2):  # As they do by themselves after a minute without their head.
+        trial.machines.kill_raylet(index)
     trial.machines.start_head()
     for index in range(2):
         trial.machines.start_ray(index)
