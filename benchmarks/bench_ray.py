@@ -30,7 +30,8 @@ from support.ray_machines import RayMachines
 from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
 from elasticflow_airflow.engines.local.engine import TorchrunEngine
 from elasticflow_airflow.engines.port import GangState
-from elasticflow_airflow.engines.ray.ray_engine import AgentSettings, ClientSettings, open_ray_engine
+from elasticflow_airflow.engines.ray.messages import AgentSettings, ClientSettings
+from elasticflow_airflow.engines.ray.ray_engine import open_ray_engine
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 _KNOWN = """

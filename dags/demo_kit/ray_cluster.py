@@ -51,10 +51,16 @@ class RayCluster:
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._log = layout.root / "ray.log"
         try:
-            self._start("head", "--head", f"--port={self._port}", "--num-cpus=0", "--include-dashboard=false")
-            for number, name in enumerate(
-                NODES, start=1
-            ):  # One after the other: on one machine they may take one port.
+            self._start(
+                "head",
+                "--head",
+                f"--port={self._port}",
+                "--num-cpus=0",
+                "--include-dashboard=false",
+                f"--temp-dir={self._folder}/r",
+            )
+            # One after the other: on one machine they may take one port.
+            for number, name in enumerate(NODES, start=1):
                 self._wait("Ray runtime started.", number)
                 self._start_node(name)
             self._wait("Ray runtime started.", 1 + len(NODES))
@@ -114,8 +120,6 @@ class RayCluster:
 
     def _start(self, name: str, *words: str) -> None:
         command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block", *words]
-        if name == "head":
-            command += [f"--temp-dir={self._folder}/r"]
         with self._log.open("ab") as log:
             self._nodes[name] = subprocess.Popen(
                 [

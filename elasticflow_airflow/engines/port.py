@@ -33,6 +33,10 @@ class EngineNode:
     leaving_at: float | None = None
     """When the machine goes away (UTC seconds), if that was announced."""
 
+    def leaves_at(self, ordered: float | None) -> float | None:
+        """Return when it goes away: as somebody has ordered, or as was announced, whichever is earlier."""
+        return min((at for at in (ordered, self.leaving_at) if at is not None), default=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangSpec:

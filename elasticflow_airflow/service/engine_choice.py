@@ -58,7 +58,8 @@ def _open_cluster(settings: ServiceSettings) -> Engine:
 
 
 def _open_ray(settings: ServiceSettings) -> Engine:
-    from elasticflow_airflow.engines.ray.ray_engine import AgentSettings, ClientSettings, open_ray_engine
+    from elasticflow_airflow.engines.ray.messages import AgentSettings, ClientSettings
+    from elasticflow_airflow.engines.ray.ray_engine import open_ray_engine
 
     shared_dir, token = _shared(settings, {})
     agent = AgentSettings(

@@ -26,7 +26,8 @@ from elasticflow_airflow.engines.local.files.generation_folder import Supervisor
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.port import Engine, GangObservation, GangSpec, GangState
-from elasticflow_airflow.engines.ray.ray_engine import AgentSettings, ClientSettings, open_ray_engine
+from elasticflow_airflow.engines.ray.messages import AgentSettings, ClientSettings
+from elasticflow_airflow.engines.ray.ray_engine import open_ray_engine
 from elasticflow_airflow.runtime.protocol import Report, SessionConfig
 from elasticflow_airflow.scheduler_core.model.values import Slot
 

@@ -24,6 +24,10 @@ ray.init(address=sys.argv[1], log_to_driver=False)
 print(*(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeName"] == sys.argv[2]))
 """
 _RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
+_START = (
+    *(*_RAY, "start", "--block"),
+    *("--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats"),
+)
 
 
 class RayMachines(Machines):
@@ -63,7 +67,7 @@ class RayMachines(Machines):
         (self._folder / "r" / "ray_current_cluster").unlink(missing_ok=True)
         with (self._folder / "head.log").open("wb") as log:
             self.head = subprocess.Popen(
-                [*_ray(), *words, "--include-dashboard=false", f"--temp-dir={self._folder}/r"],
+                [*_START, *words, "--include-dashboard=false", f"--temp-dir={self._folder}/r"],
                 env=self._env(),
                 stdout=log,
                 stderr=log,
@@ -84,7 +88,7 @@ class RayMachines(Machines):
 
     def _raylet(self, index: int, name: str) -> list[str]:
         where = [f"--address={self.address}", f"--node-ip-address={self.addresses[index]}"]
-        return [*_ray(), *where, f"--node-name={name}", f"--num-cpus={self.slots}"]
+        return [*_START, *where, f"--node-name={name}", f"--num-cpus={self.slots}"]
 
     def kill_raylet(self, index: int) -> None:
         """Kill Ray on a machine, but for what others started there."""
@@ -141,10 +145,3 @@ class RayMachines(Machines):
             if time.monotonic() > end_s:
                 raise AssertionError(f"{what}: not in time\n{(self._folder / 'head.log').read_text()}")
             time.sleep(0.05)
-
-
-def _ray() -> list[str]:
-    return [
-        *(*_RAY, "start", "--block"),
-        *("--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats"),
-    ]

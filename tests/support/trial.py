@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elasticflow_airflow.api import Command, Event, JobIdentity, JobSubmission, Length
-from elasticflow_airflow.client import ElasticFlowClient
+from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_script
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, WorkerStatus
 from elasticflow_airflow.runtime.protocol import Membership
 from support.training_scripts import BATCH, COUNTING, SAMPLES, STEPS_PER_EPOCH
@@ -114,6 +116,20 @@ class Trial:
         assert status.result.steps == epochs * STEPS_PER_EPOCH, self.story()
         assert status.result.metrics == {"least": epochs, "most": epochs}, self.story()
         assert not self.events(job_id, "restarting"), self.story()
+
+
+def trial_parts(
+    daemons: Any, open_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str = SCALING
+) -> tuple[Any, ElasticFlowClient, Path, Any]:
+    """Return what a trial of the script ``text`` is made of, in order; without GPUs, with a client that is patient."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = tmp_path / "code" / "train.py"
+    script.parent.mkdir()
+    script.write_text(text)
+    state_dir = daemons.state_dir("state")
+    client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
+    client.retry_for_s = 60.0
+    return daemons, client, state_dir, snapshot_script(script)
 
 
 def processes_of(folder: Path) -> list[str]:

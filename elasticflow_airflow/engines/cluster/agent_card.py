@@ -44,9 +44,9 @@ class AgentCard:
 
     def end(self) -> None:
         """End the agent; its supervisors go on."""
-        for number, limit_s in ((signal.SIGTERM, _LEAVE_LIMIT_S), (signal.SIGKILL, _LEAVE_LIMIT_S)):
+        for number in (signal.SIGTERM, signal.SIGKILL):
             self.process.kill(number)
-            end_s = time.monotonic() + limit_s
+            end_s = time.monotonic() + _LEAVE_LIMIT_S
             while self.process.is_alive() and time.monotonic() < end_s:
                 time.sleep(0.02)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -33,18 +33,31 @@ def open_cluster_engine(
     ``wait_s``: how long the others get; they may come later. ``suspicion_s``: after how long without an answer a node
     is given up, in seconds. Raises EngineError.
     """
+
+    def connected() -> ClusterNodes:
+        nodes = ClusterNodes(state_dir.resolve(), shared_dir, token, suspicion_s=suspicion_s)
+        nodes.set_addresses({url: url for url in urls})
+        return nodes
+
+    logs = {"log_segment_bytes": log_segment_bytes, "log_segments": log_segments}
+    return engine_over("cluster", state_dir, shared_dir, connected, wait_s, **logs)
+
+
+def engine_over(
+    name: str, state_dir: Path, shared_dir: Path, connected: Callable[[], ClusterNodes], wait_s: float, **logs: int
+) -> TorchrunEngine:
+    """Return the engine over the nodes that ``connected`` makes, once some have answered. Raises EngineError.
+
+    ``logs``: ``log_segment_bytes`` and ``log_segments`` of the engine.
+    """
     state_dir = state_dir.resolve()
     try:
-        nodes = ClusterNodes(state_dir, shared_dir, token, suspicion_s=suspicion_s)
+        nodes = connected()
     except OSError as error:
         raise EngineError(f"the service cannot write to the shared folder {shared_dir}: {error}") from error
     try:
-        nodes.set_addresses({url: url for url in urls})
         nodes.wait_for_nodes(wait_s)
-        folders = ClusterFolders(state_dir, shared_dir, nodes)
-        return TorchrunEngine(
-            "cluster", state_dir, nodes, folders, log_segment_bytes=log_segment_bytes, log_segments=log_segments
-        )
+        return TorchrunEngine(name, state_dir, nodes, ClusterFolders(state_dir, shared_dir, nodes), **logs)
     except BaseException:
         nodes.let_go()
         raise

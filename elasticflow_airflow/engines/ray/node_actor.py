@@ -84,15 +84,17 @@ class NodeActor:
             card = AgentCard.read(folder)
             if card is not None and card.fingerprint == self._fingerprint(settings) and card.process.is_alive():
                 return card.url
-            with log.open("rb") as said:
-                said.seek(begin)
-                if b"cannot start" in said.read():
-                    break
+            if "cannot start" in _said_since(log, begin):
+                break
             time.sleep(_LOOK_S)
-        with log.open("rb") as said:
-            said.seek(begin)
-            last = said.read().decode(errors="replace").strip().splitlines()[-3:]
+        last = _said_since(log, begin).strip().splitlines()[-3:]
         raise RuntimeError(f"its agent does not start: {' / '.join(last) or 'no output'}")
+
+
+def _said_since(log: Path, begin: int) -> str:
+    with log.open("rb") as said:
+        said.seek(begin)
+        return said.read().decode(errors="replace")
 
 
 def _own_folder() -> Path:

@@ -8,7 +8,7 @@ promise to keep, is planned on other slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from elasticflow_airflow.api import EventKind
@@ -27,16 +27,17 @@ _LONGER_S = 60.0
 """How much later than it should have been killed it is expected to be gone, again and again."""
 
 
-def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
+def nodes_now(context: PassContext, seen: Sequence[EngineNode]) -> list[Node]:
     """Return the nodes as the scheduler should see them; a draining node is to be left ``drain_lead_s`` early."""
     drains, lead_s, avoided = context.tx.drains(), context.settings.drain_lead_s, context.tx.avoided()
+    leaves_at = {node.node_id: node.leaves_at(drains.get(node.node_id)) for node in seen}
     held, slow = setting_aside.held_slots(context), _held_by_slow_leavers(context)
     return [
         Node(
             node_id=node.node_id,
             slots=node.slots,
             busy=frozenset((*node.busy, *held.get(node.node_id, ()))),
-            draining_until_s=_earlier(drains.get(node.node_id), node.leaving_at, lead_s),
+            draining_until_s=None if (at := leaves_at[node.node_id]) is None else at - lead_s,
             avoided={
                 **{row.slot_index: row.until_at for row in avoided if row.node_id == node.node_id},
                 **{slot.index: one.until_s for slot, one in context.held.items() if slot.node_id == node.node_id},
@@ -45,12 +46,6 @@ def nodes_now(context: PassContext, seen: Iterable[EngineNode]) -> list[Node]:
         )
         for node in seen
     ]
-
-
-def _earlier(ordered: float | None, announced: float | None, lead_s: float) -> float | None:
-    """Return until when a node can be planned on, if somebody has ordered, or it has announced, that it goes away."""
-    ends = [at for at in (ordered, announced) if at is not None]
-    return min(ends) - lead_s if ends else None
 
 
 def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:

@@ -176,9 +176,7 @@ def slot_statuses(nodes: Sequence[EngineNode], reader: Reader) -> list[SlotStatu
             index=index,
             job_id=held.get((node.node_id, index)),
             busy=node.busy.get(index),
-            draining_until=min(
-                (at for at in (drains.get(node.node_id), node.leaving_at) if at is not None), default=None
-            ),
+            draining_until=node.leaves_at(drains.get(node.node_id)),
             avoided_until=avoided.get((node.node_id, index)),
         )
         for node in nodes

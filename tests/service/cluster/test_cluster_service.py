@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from support.machines import Machines, need_namespaces
 from support.node_agents import TOKEN, start_agent
-from support.trial import SCALING, Trial
-
-from elasticflow_airflow.client import Endpoint, snapshot_script
+from support.trial import Trial, trial_parts
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,18 +30,11 @@ class ClusterTrial(Trial):
 @pytest.fixture
 def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterTrial]:
     need_namespaces()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    script = tmp_path / "code" / "train.py"
-    script.parent.mkdir()
-    script.write_text(SCALING)
-    state_dir = daemons.state_dir("state")
-    client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
-    client.retry_for_s = 60.0
-    trial = ClusterTrial(daemons, client, state_dir, snapshot_script(script))
+    trial = ClusterTrial(*trial_parts(daemons, open_client, tmp_path, monkeypatch))
     trial.settings = {
         "engine": "cluster",
         "nodes": ",".join(f"http://{address}:8322" for address in trial.machines.addresses),
-        "shared_dir": state_dir.parent / "shared",
+        "shared_dir": trial.state_dir.parent / "shared",
         "node_token": TOKEN,
         "suspicion_s": 10,
     }

@@ -11,9 +11,7 @@ import pytest
 from support.machines import need_namespaces
 from support.node_agents import TOKEN
 from support.ray_machines import RayMachines
-from support.trial import SCALING, Trial
-
-from elasticflow_airflow.client import Endpoint, snapshot_script
+from support.trial import Trial, trial_parts
 
 pytest.importorskip("ray", reason="needs Ray: pip install elasticflow-airflow[ray]")
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
@@ -37,18 +35,12 @@ class RayTrial(Trial):
 @pytest.fixture
 def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayTrial]:
     need_namespaces()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    script = tmp_path / "code" / "train.py"
-    script.parent.mkdir()
-    script.write_text(SCALING)
-    state_dir = daemons.state_dir("state")
-    client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
-    client.retry_for_s = 60.0
-    base = state_dir.parent
+    parts = trial_parts(daemons, open_client, tmp_path, monkeypatch)
+    base = daemons.state_dir("state").parent
     machines = RayMachines(3, own_folder=base / "locks")
     for name, value in machines.ray_env.items():
         monkeypatch.setenv(name, value)
-    trial = RayTrial(daemons, client, state_dir, snapshot_script(script), machines=machines)
+    trial = RayTrial(*parts, machines=machines)
     trial.settings = {
         "engine": "ray",
         "ray_address": machines.address,

@@ -12,23 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.trial import SCALING, Trial
-
-from elasticflow_airflow.client import Endpoint, snapshot_script
+from support.trial import Trial, trial_parts
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 
 
 @pytest.fixture
 def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    script = tmp_path / "code" / "train.py"
-    script.parent.mkdir()
-    script.write_text(SCALING)
-    state_dir = daemons.state_dir("state")
-    client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
-    client.retry_for_s = 60.0
-    trial = Trial(daemons, client, state_dir, snapshot_script(script))
+    trial = Trial(*trial_parts(daemons, open_client, tmp_path, monkeypatch))
     trial.start()
     yield trial
     trial.end()

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from support.training_scripts import BATCH, COUNTING, SAMPLES, STEPS_PER_EPOCH
-from support.trial import processes_of
+from support.trial import processes_of, trial_parts
 
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
-from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_script
+from elasticflow_airflow.client import ElasticFlowClient
 from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder
 from elasticflow_airflow.engines.local.machine.processes import ProcessId, children_of
 from elasticflow_airflow.runtime.protocol import read_reports, report_path
@@ -137,19 +137,12 @@ class Trial:
 
 @pytest.fixture
 def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    script = tmp_path / "code" / "train.py"
-    script.parent.mkdir()
-    script.write_text(COUNTING)
-    state_dir = daemons.state_dir("state")
-    client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
-    client.retry_for_s = 60.0
-    trial = Trial(daemons, client, state_dir, snapshot_script(script))
+    trial = Trial(*trial_parts(daemons, open_client, tmp_path, monkeypatch, COUNTING))
     yield trial
     # A test that failed leaves no trainer behind either.
     if trial.service is not None:
         trial.service.kill()
-    for status_file in state_dir.glob("jobs/*/i*/supervisors/*/status.json"):
+    for status_file in trial.state_dir.glob("jobs/*/i*/supervisors/*/status.json"):
         status = SupervisorFolder(status_file.parent).read_status()
         if status is not None and status.supervisor is not None:
             status.supervisor.kill()
