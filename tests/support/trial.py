@@ -42,9 +42,9 @@ class Trial:
 
     def end(self) -> None:
         """End the service, and what runs on this machine: nobody may be left."""
-        assert self.service is not None
-        self.service.terminate()
-        self.service.wait(30.0)
+        if self.service is not None:
+            self.service.terminate()
+            self.service.wait(30.0)
         for status_file in self.state_dir.glob("jobs/*/i*/supervisors/*/status.json"):
             status = SupervisorFolder(status_file.parent).read_status()
             if status is not None and status.supervisor is not None:

@@ -21,7 +21,7 @@ from typing import Any
 import ray
 import ray.exceptions
 from ray._private.state import GlobalState
-from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
+from ray._raylet import GcsClient, GcsClientOptions  # type: ignore[attr-defined]
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elasticflow_airflow import __version__
@@ -243,14 +243,23 @@ def connect(settings: ClientSettings) -> str | None:
     )
 
 
-def _reason(error: BaseException) -> BaseException:
-    """Return what went wrong first, where Ray says it: a refused token is told as a lost connection."""
+def _reason(error: BaseException, address: str) -> str:
+    """Return what went wrong first, where Ray says it: it tells a refused token as a lost connection."""
+    said: list[str] = []
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, ray.exceptions.AuthenticationError):
-            return found
+            return str(found)
+        said += [str(found)] if str(found) and str(found) not in said else []
         found = found.__cause__ or found.__context__
-    return error
+    if isinstance(error, ConnectionError) and not address.startswith("ray://"):
+        try:
+            GcsClient(address=address).internal_kv_get(b"elasticflow", None, timeout=_KNOCK_LIMIT_S)
+        except ray.exceptions.AuthenticationError as refused:
+            return str(refused)
+        except Exception as unclear:  # noqa: BLE001  (asked only to explain another error, and told beside it)
+            said.append(str(unclear))
+    return ": ".join(said) or type(error).__name__
 
 
 def main() -> int:
@@ -266,7 +275,7 @@ def main() -> int:
     try:
         refused = connect(settings)
     except Exception as error:  # noqa: BLE001  (Ray raises errors of many kinds; whatever it is, people need to hear it)
-        why = " ".join(str(_reason(error)).split())[:500]
+        why = " ".join(_reason(error, settings.address).split())[:500]
         tell(ClusterView(is_usable=False, problems=[f"Ray at {settings.address} cannot be used: {why}"]))
         return 1
     if refused is not None:

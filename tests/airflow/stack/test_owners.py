@@ -103,6 +103,7 @@ def submit_all(stack: Stack, client: ElasticFlowClient) -> None:
         assert all(pool.map(client.submit, submissions))
 
 
+@pytest.mark.soak
 def test_tasks_that_end_while_the_triggerer_is_away(stack: Stack) -> None:
     """Nobody is told of the kill. One that is cleared meanwhile finds its job."""
     run, deleted = stack.run(MARKED), stack.run(DELETED)

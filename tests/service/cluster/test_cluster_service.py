@@ -48,6 +48,7 @@ def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     trial.end()
 
 
+@pytest.mark.soak
 def test_a_job_over_two_machines_keeps_its_deadline_though_one_loses_its_power(trial: ClusterTrial) -> None:
     short = trial.submit("short", 2, max_workers=1, scaling_curve={1: 8.0})
     deadline = time.time() + 400

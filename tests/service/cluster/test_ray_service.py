@@ -134,6 +134,7 @@ def test_with_reservation_workers_outlive_ray_and_its_actor(trial: RayTrial) -> 
     assert not trial.events(job, "worker_lost"), trial.story()
 
 
+@pytest.mark.soak
 def test_a_node_that_ray_takes_away_is_left_before(trial: RayTrial) -> None:
     trial.settings |= {"drain_lead_s": 5, "ray_address": trial.machines.client_address}
     trial.start()

@@ -115,7 +115,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_operation_does_what_the_document_says(serve, tmp_path):
-    call_everything(serve(), tmp_path, 100)
+    call_everything(serve(), tmp_path, 60)
 
 
 @pytest.mark.soak
