@@ -33,6 +33,7 @@ _WAITING_S = 10.0
 """An actor that has not begun for so long waits for resources that others hold."""
 _AGAIN_S = 5.0
 _KNOCK_LIMIT_S = 5.0
+_WHY_LIMIT_S = 20.0
 _CALL_LIMIT_S = START_LIMIT_S + 30.0
 
 
@@ -254,7 +255,7 @@ def _reason(error: BaseException, address: str) -> str:
         found = found.__cause__ or found.__context__
     if isinstance(error, ConnectionError) and not address.startswith("ray://"):
         try:
-            GcsClient(address=address).internal_kv_get(b"elasticflow", None, timeout=_KNOCK_LIMIT_S)
+            GcsClient(address=address).internal_kv_get(b"elasticflow", None, timeout=_WHY_LIMIT_S)
         except ray.exceptions.AuthenticationError as refused:
             return str(refused)
         except Exception as unclear:  # noqa: BLE001  (asked only to explain another error, and told beside it)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -159,6 +161,15 @@ def test_what_cannot_be_used_is_said(trial: RayTrial, daemons, monkeypatch: pyte
     assert "Ray at 127.0.0.1:9 cannot be used: " in cannot_start(ray_address="127.0.0.1:9")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert "token is missing or incorrect" in cannot_start()
+    # A busy head is slow to refuse: Ray then tells of a lost connection alone.
+    program = (
+        "import sys; from elasticflow_airflow.engines.ray import ray_client;"
+        "print(ray_client._reason(ConnectionError('lost'), sys.argv[1]))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program, trial.machines.address], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert "token is missing or incorrect" in said
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     assert "2 slots are configured, and it has 1 CPUs: it is not used" in cannot_start(slots=2)
     trial.machines.start_node(2, "node1")
