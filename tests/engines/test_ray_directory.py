@@ -162,3 +162,14 @@ def test_without_a_node_it_says_why(tmp_path, say) -> None:
     say(view(is_usable=False, problems=["Ray at 10.0.0.1:6379 cannot be used: nobody answers"]), then="exit 1")
     with pytest.raises(EngineError, match="cannot be used: nobody answers"):
         ray_engine.open_ray_engine(tmp_path / "state", settings(tmp_path), wait_s=20.0)
+
+
+def test_who_finds_a_closed_port_does_not_ask_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_client = pytest.importorskip("elasticflow_airflow.engines.ray.ray_client", reason="needs Ray")
+    asked: list[str] = []
+    monkeypatch.setattr(ray_client, "GcsClient", lambda address: asked.append(address))
+    with pytest.raises(ConnectionRefusedError) as refused:
+        ray_client._knock("127.0.0.1:9")
+    assert "Connection refused" in ray_client._reason(refused.value, "127.0.0.1:9")
+    assert "no instance" in ray_client._reason(ConnectionError("no instance"), "auto")
+    assert not asked

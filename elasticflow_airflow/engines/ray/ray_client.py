@@ -253,7 +253,8 @@ def _reason(error: BaseException, address: str) -> str:
             return str(found)
         said += [str(found)] if str(found) and str(found) not in said else []
         found = found.__cause__ or found.__context__
-    if isinstance(error, ConnectionError) and not address.startswith("ray://"):
+    # As Ray raises it. What a knock at a closed port raises is of a kind of its own, and says enough.
+    if type(error) is ConnectionError and ":" in address and not address.startswith("ray://"):
         try:
             GcsClient(address=address).internal_kv_get(b"elasticflow", None, timeout=_WHY_LIMIT_S)
         except ray.exceptions.AuthenticationError as refused:
