@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState
+from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, Slot
 
 if TYPE_CHECKING:
     from conftest import LocalBench
@@ -110,25 +110,25 @@ def test_a_process_that_was_forked_keeps_no_finished_training(local_bench: Local
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("multiprocessing.Process(target=time.sleep, args=(600,)).start()", "its processes "),
-        pytest.param(
-            "threading.Thread(target=time.sleep, args=(600,), name='uploads').start()",
-            "its threads uploads;",
-            marks=pytest.mark.soak,
-        ),
-        ("atexit.register(time.sleep, 600)", "its functions registered with atexit;"),
-    ],
-)
-def test_what_does_not_end_is_named_and_keeps_no_finished_training(
-    local_bench: LocalBench, what: str, said: str
-) -> None:
+def test_what_does_not_end_is_named_and_keeps_no_finished_training(local_bench: LocalBench) -> None:
+    """All at once, as each is waited for."""
     bench = local_bench
-    ended = end(bench, f"import atexit, multiprocessing, threading, time\n{what}\nprint('done')\n", steps=None)
-    assert ended.outcome is GangOutcome.FINISHED
-    log = bench.engine.read_log("job", 1, "g000001-r000", 0, 10_000).data.decode()
-    assert f"elasticflow: the script has ended, and waits for {said}" in log
-    assert "elasticflow: leaving all the same" in log
+    kept_by = {
+        "its processes ": "multiprocessing.Process(target=time.sleep, args=(600,)).start()",
+        "its threads uploads;": "threading.Thread(target=time.sleep, args=(600,), name='uploads').start()",
+        "its functions registered with atexit;": "atexit.register(time.sleep, 600)",
+    }
+    slots = [Slot(node, index) for node in bench.nodes for index in range(2)]
+    for number, (slot, what) in enumerate(zip(slots, kept_by.values(), strict=False)):
+        script = f"import atexit, multiprocessing, threading, time\n{what}\nprint('done')\n"
+        (bench.base / "code" / f"ends{number}.py").write_text(script)
+        session = {"script": f"ends{number}.py", "steps": None}
+        bench.engine.apply(bench.spec(job_id=f"job{number}", placement=(slot,), session=session))
+    for number, said in enumerate(kept_by):
+        job_id = f"job{number}"
+        ended = bench.wait_state(1, GangState.ENDED, job_id)
+        assert ended.outcome is GangOutcome.FINISHED
+        log = bench.engine.read_log(job_id, 1, "g000001-r000", 0, 10_000).data.decode()
+        assert f"elasticflow: the script has ended, and waits for {said}" in log
+        assert "elasticflow: leaving all the same" in log
     assert bench.left_behind() == []

@@ -151,27 +151,32 @@ def test_a_node_that_ray_takes_away_is_left_before(trial: RayTrial) -> None:
 
 
 def test_what_cannot_be_used_is_said(trial: RayTrial, daemons, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot_start(**settings: object) -> str:
-        service = daemons.popen("state", **{**trial.settings, **settings})
+    def start(name: str, **settings: object) -> subprocess.Popen[bytes]:
+        return daemons.popen(name, **{**trial.settings, **settings})
+
+    def cannot_start(service: subprocess.Popen[bytes]) -> str:
         _, said = service.communicate(timeout=120)
         assert service.returncode == 1
         assert b"Traceback" not in said
         return said.decode().splitlines()[-1]
 
-    assert "Ray at 127.0.0.1:9 cannot be used: " in cannot_start(ray_address="127.0.0.1:9")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert "token is missing or incorrect" in cannot_start()
-    # A busy head is slow to refuse: Ray then tells of a lost connection alone.
-    program = (
-        "import sys; from elasticflow_airflow.engines.ray import ray_client;"
-        "print(ray_client._reason(ConnectionError('lost'), sys.argv[1]))"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", program, trial.machines.address], capture_output=True, text=True, check=True, timeout=120
-    ).stdout
-    assert "token is missing or incorrect" in said
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    assert "2 slots are configured, and it has 1 CPUs: it is not used" in cannot_start(slots=2)
+    # All at once, as Ray takes its time for each.
+    nobody_there = start("nobody-there", ray_address="127.0.0.1:9")
+    too_many_slots = start("too-many-slots", slots=2)
+    with monkeypatch.context() as without_token:
+        without_token.setenv("RAY_AUTH_MODE", "disabled")
+        refused = start("refused")
+        # A busy head is slow to refuse: Ray then tells of a lost connection alone.
+        program = (
+            "import sys; from elasticflow_airflow.engines.ray import ray_client;"
+            "print(ray_client._reason(ConnectionError('lost'), sys.argv[1]))"
+        )
+        command = [sys.executable, "-c", program, trial.machines.address]
+        lost = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "token is missing or incorrect" in lost
+    assert "token is missing or incorrect" in cannot_start(refused)
+    assert "Ray at 127.0.0.1:9 cannot be used: " in cannot_start(nobody_there)
+    assert "2 slots are configured, and it has 1 CPUs: it is not used" in cannot_start(too_many_slots)
     trial.machines.start_node(2, "node1")
     trial.start()
     trial.wait(
