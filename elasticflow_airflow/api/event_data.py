@@ -360,6 +360,17 @@ class RunMissedData(EventData):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceFaultData(EventData):
+    """The slot of the device, and until when it is avoided; ``set_aside``: so is its node."""
+
+    kind = EventKind.DEVICE_FAULT
+    node_id: str
+    slot: int
+    until_at: float
+    set_aside: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlotBackData(EventData):
     """The slot that is used again."""
 

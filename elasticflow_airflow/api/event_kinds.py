@@ -99,6 +99,7 @@ class EventKind(StrEnum):
     NODE_LOST = "node_lost", Tone.BAD, "A node is gone."
     NODE_CHANGED = "node_changed", Tone.QUIET, "A node is there, with so many slots."
     NODE_DRAINING = "node_draining", Tone.WARNING, "A node will go away, or stays after all."
+    DEVICE_FAULT = "device_fault", Tone.BAD, "A device has failed; its slot, or its node, is left alone."
     LEFTOVER = "leftover", Tone.WARNING, "Slots are held by workers that the service does not know."
     LEFTOVER_GONE = "leftover_gone", Tone.QUIET, "They have left."
-    SLOT_BACK = "slot_back", Tone.QUIET, "A slot where a worker was slow is used again."
+    SLOT_BACK = "slot_back", Tone.QUIET, "A slot that was avoided is used again."

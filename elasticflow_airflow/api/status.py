@@ -218,7 +218,7 @@ class SlotStatus(Wire):
     """One slot of the cluster and its holder.
 
     ``draining_until`` is when its node goes away, if that is known. Until ``avoided_until`` the slot is not used,
-    because a worker was slow on it.
+    because a worker was slow on it, or because its device or another of its node failed (``avoided_for``).
     """
 
     node_id: str
@@ -227,6 +227,7 @@ class SlotStatus(Wire):
     busy: str | None = None
     draining_until: float | None = None
     avoided_until: float | None = None
+    avoided_for: Literal["slow", "device"] | None = None
 
 
 class Drain(Wire):

@@ -165,7 +165,9 @@ def drain(
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     after_s: float = typer.Option(60.0, "--in", min=0, help="The node goes away in so many seconds."),
-    undo: bool = typer.Option(False, "--undo", help="The node stays after all."),
+    undo: bool = typer.Option(
+        False, "--undo", help="The node stays after all; its slots that are avoided are used again."
+    ),
 ) -> None:
     """Say that a node goes away: its workers are moved elsewhere before, without losing a step where that can be."""
     check_name(node_id, "name of the node")

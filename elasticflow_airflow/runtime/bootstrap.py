@@ -26,6 +26,7 @@ from elasticflow_airflow.runtime.process import stacks
 from elasticflow_airflow.runtime.process.imports import file_of_module, leads_to_runtime, names_runtime
 from elasticflow_airflow.runtime.process.parent_tie import PARENT_ENV, die_with_parent, pin_to_cores
 from elasticflow_airflow.runtime.protocol import (
+    DEVICE_FAULT,
     GENERATION_ENV,
     SESSION_ENV,
     UNTRAINED,
@@ -63,6 +64,28 @@ _OUT_OF_MEMORY_TEXTS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+
+
+# What a broken device says whatever script uses it. An illegal access or a failed assertion is the script's own fault.
+_DEVICE_FAULT_TEXTS = (
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "gpu is lost",
+    "fallen off the bus",
+    "hardware stack error",
+    "no cuda-capable device",
+    "devices are unavailable",
+    "busy or unavailable",
+    "cuda error: unknown error",
+    "cuda error: initialization error",
+    "cuda error: system not yet initialized",
+    "cuda unknown error",
+)
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Return whether an exception means that the device itself is broken."""
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _DEVICE_FAULT_TEXTS)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -259,7 +282,12 @@ def _report_end(session: SessionConfig, worker_id: str, kind: ReportKind, messag
                 worker_id=worker_id,
                 rank=int(os.environ.get("RANK", "0")),
                 step=current_step,
-                data={"message": message} | ({"kind": "exception"} if kind is ReportKind.FAILED else {}),
+                data={"message": message}
+                | (
+                    {"kind": DEVICE_FAULT if is_device_fault(error) else "exception"}
+                    if kind is ReportKind.FAILED
+                    else {}
+                ),
             )
             append_report(path, report)
         _write_error_file(message, error)

@@ -209,6 +209,8 @@ def threads_in(environ: Mapping[str, str]) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
+DEVICE_FAULT = "device_fault"
+"""Failure kind: the device is broken, whatever script uses it."""
 UNTRAINED = "untrained"
 """Failure kind: a script that uses a session ended with status 0 before its first step."""
 
@@ -248,7 +250,8 @@ class ReportKind(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     """The device ran out of memory. micro_batch_size, message."""
     FAILED = "failed"
-    """The worker fails for a known reason: message, [kind: "nan_loss" | "exception" | "bad_checkpoint" | UNTRAINED]."""
+    """The worker fails for a known reason: message, [kind: "nan_loss" | "exception" | "bad_checkpoint" | UNTRAINED |
+    DEVICE_FAULT]."""
     WARNING = "warning"
     """A warning for the user: message. [absent: workers that should have joined but did not answer at the switch]"""
 

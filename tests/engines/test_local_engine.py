@@ -18,7 +18,7 @@ from elasticflow_airflow.engines.local.files.generation_folder import Supervisor
 from elasticflow_airflow.engines.local.machine import slots
 from elasticflow_airflow.engines.local.machine.processes import ProcessId, children_of
 from elasticflow_airflow.engines.port import EngineError, GangObservation, GangOutcome, GangState, SlotsHeldError
-from elasticflow_airflow.runtime.protocol import Membership, ReportKind
+from elasticflow_airflow.runtime.protocol import DEVICE_FAULT, Membership, ReportKind
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
@@ -51,6 +51,20 @@ SHOWN = (
     "sys.exit('a word of farewell')\n"
 )
 REGEX = r"step (?P<step>\d+)(?: loss (?P<loss>\S+))?"
+
+
+@pytest.mark.slow
+def test_a_broken_device_is_told_apart_from_a_broken_script(local_bench: LocalBench) -> None:
+    bench = local_bench
+    (bench.base / "code" / "ecc.py").write_text(
+        "import torch\nraise torch.AcceleratorError('CUDA error: uncorrectable ECC error encountered')\n"
+    )
+    bench.engine.apply(bench.spec(session={"script": "ecc.py"}))
+    ended = bench.wait_state(1, GangState.ENDED)
+    assert ended.outcome is GangOutcome.FAILED
+    (report,) = bench.reports["job", 1]
+    assert report.data["kind"] == DEVICE_FAULT
+    assert "uncorrectable ECC error" in report.data["message"]
 
 
 def test_scripts_end_in_every_way(local_bench: LocalBench, monkeypatch: pytest.MonkeyPatch) -> None:

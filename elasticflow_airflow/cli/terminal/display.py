@@ -108,8 +108,8 @@ def health_lines(health: Health) -> list[str]:
         holder = slot.job_id or (f"busy: {slot.busy}" if slot.busy else "free")
         leaves = "" if slot.draining_until is None else f"; the node goes away at {local_moment(slot.draining_until)}"
         avoided = "" if slot.avoided_until is None else f"; avoided until {local_moment(slot.avoided_until)}"
-        slow = f"{avoided}: a worker was slow" if avoided else ""
-        lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}{slow}")
+        why = "a device failed" if slot.avoided_for == "device" else "a worker was slow"
+        lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}{f'{avoided}: {why}' if avoided else ''}")
     return lines
 
 

@@ -41,6 +41,8 @@ class FakeBehaviour:
     """Number of compute threads that a worker reports."""
     fail_at_step: int | None = None
     failure: str = "RuntimeError: injected failure"
+    broken_devices: Mapping[str, str] = field(default_factory=dict)
+    """By "node:index": what a worker there fails with as soon as it trains, as its device is broken."""
     exit_at_step: int | None = None
     """Every worker exits with status 0 at this step, without ``finished``."""
     early_at_step: int | None = None

@@ -17,7 +17,7 @@ from elasticflow_airflow.engines.fake.behaviour import FakeBehaviour
 from elasticflow_airflow.engines.fake.loss_target import modelled_loss, reached_at, said_of_target
 from elasticflow_airflow.engines.fake.slow_workers import said_of_workers, slowest
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangSpec, GangState, WorkerObservation
-from elasticflow_airflow.runtime.protocol import Promotion, Report, ReportKind, candidate_name
+from elasticflow_airflow.runtime.protocol import DEVICE_FAULT, Promotion, Report, ReportKind, candidate_name
 from elasticflow_airflow.runtime.stores.manifest import publish, writing
 
 FIRST_SAVE_S = 60.0
@@ -334,6 +334,8 @@ class FakeGang:
             self._say(ReportKind.OUT_OF_MEMORY, 0, micro_batch_size=micro, message=message)
             self.end(GangOutcome.FAILED, 1, message, 0)
             return
+        if self._met_a_broken_device():
+            return
         logical = self._logical_workers()
         if logical is not None and logical < self.workers:
             self._say(ReportKind.STOPPED, 0, logical_workers=logical)
@@ -348,6 +350,19 @@ class FakeGang:
                 resumed_from = promotion.path if promotion else None
                 self.say_started(rank, resumed_from=resumed_from, init_from=session.init_from)
             self.begin_to_report()
+
+    def _met_a_broken_device(self) -> bool:
+        broken = self.behaviour.broken_devices
+        names = [f"{node_id}:{index}" for node_id, index in self.spec.placement]
+        rank = next((rank for rank, name in enumerate(names) if name in broken), None)
+        if rank is None:
+            return False
+        for other in range(self.workers):  # Whoever waits for the worker may be first to say that it is gone.
+            if other != rank:
+                self._say(ReportKind.FAILED, other, message="RuntimeError: connection closed by peer", kind="exception")
+        self._say(ReportKind.FAILED, rank, message=broken[names[rank]], kind=DEVICE_FAULT)
+        self.end(GangOutcome.FAILED, 1, broken[names[rank]], rank)
+        return True
 
     def begin_to_report(self) -> None:
         """Begin periodic progress reports and checkpoints."""

@@ -13,7 +13,7 @@ from itertools import pairwise
 from elasticflow_airflow.api import JobResult, State
 from elasticflow_airflow.api.event_data import RestartingData, WarningData, end_data
 from elasticflow_airflow.engines.port import GangOutcome
-from elasticflow_airflow.runtime.protocol import UNTRAINED, RescaleMode
+from elasticflow_airflow.runtime.protocol import DEVICE_FAULT, UNTRAINED, RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
 from elasticflow_airflow.scheduler_core.model.reason import Reason
@@ -201,7 +201,11 @@ def _settle(context: PassContext, row: IncarnationRow, generation: GenerationRow
     elif generation.notes.out_of_memory is not None and outcome == GangOutcome.FAILED:
         _out_of_memory(context, row, generation)
     elif not was_desired:
-        if outcome == GangOutcome.FAILED and not generation.notes.dropped:
+        if (
+            outcome == GangOutcome.FAILED
+            and not generation.notes.dropped
+            and generation.notes.kind != DEVICE_FAULT  # that has its own event
+        ):
             reason = Reason(
                 "generation {generation} failed while it was leaving: {said:text}",
                 generation=generation.generation,
@@ -212,10 +216,10 @@ def _settle(context: PassContext, row: IncarnationRow, generation: GenerationRow
         _again(context, row, Reason("restarts after a hang at step {step}", step=row.step))
     elif generation.stop_cause == "deaths":
         _restart_or_fail(context, row, generation, Reason.quoted(_first_line(generation)), progressed=True)
+    elif outcome == GangOutcome.LOST or generation.notes.kind == DEVICE_FAULT:
+        _lost(context, row, generation)
     elif outcome == GangOutcome.FAILED:
         _failed(context, row, generation)
-    elif outcome == GangOutcome.LOST:
-        _lost(context, row, generation)
     else:
         _again(context, row, Reason("its workers have left, which nobody asked for (was the machine asleep?)"))
 
@@ -376,7 +380,8 @@ def _lost(context: PassContext, row: IncarnationRow, generation: GenerationRow) 
         )
         context.end(row, State.FAILED, reason, failure=_failure(generation))
         return
-    _again(context, row, Reason("lost its workers: {said:text}", said=_first_line(generation)))
+    kind = "a device failed: {said:text}" if generation.notes.kind == DEVICE_FAULT else "lost its workers: {said:text}"
+    _again(context, row, Reason(kind, said=_first_line(generation)))
 
 
 def _restart_or_fail(

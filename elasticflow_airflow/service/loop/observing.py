@@ -25,7 +25,7 @@ from elasticflow_airflow.bounds import TEXT_CHARACTERS, clean_text
 from elasticflow_airflow.engines.job_files import CANDIDATE_PATH
 from elasticflow_airflow.engines.port import STANDING, GangObservation, GangOutcome, GangState
 from elasticflow_airflow.runtime.logical_workers import is_power_of_two
-from elasticflow_airflow.runtime.protocol import Report, ReportKind, RescaleMode
+from elasticflow_airflow.runtime.protocol import DEVICE_FAULT, Report, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
 from elasticflow_airflow.scheduler_core.model.reason import Reason
@@ -35,7 +35,7 @@ from elasticflow_airflow.service.decisions.deciding import feed, feed_reports
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.reported_bounds import finite_number, within_bounds
 from elasticflow_airflow.service.decisions.session_settings import script_decides
-from elasticflow_airflow.service.loop import samples, slow_workers
+from elasticflow_airflow.service.loop import cluster_nodes, samples, slow_workers
 from elasticflow_airflow.service.loop.rescaling import go_on_as_planned
 from elasticflow_airflow.service.secrets import redact, redact_all
 from elasticflow_airflow.service.store.documents import speed_measurement
@@ -365,6 +365,10 @@ def _fold_report(context: PassContext, row: IncarnationRow, generation: Generati
         case ReportKind.FAILED:
             row.step = max(row.step, report.step)  # The step of the failure, which is later than the last reported one.
             kind = None if data.get("kind") is None else str(data["kind"])
+            if kind == DEVICE_FAULT and not cluster_nodes.device_failed(
+                context, row, generation, report.worker_id, message
+            ):
+                kind = None
             generation.notes = generation.notes.failed(message, kind)
         case ReportKind.WARNING:
             if data.get("field") is None or _is_new(row, str(data["field"])):

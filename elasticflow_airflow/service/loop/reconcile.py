@@ -33,7 +33,7 @@ from elasticflow_airflow.service.job_files.candidates import CandidateService, L
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.loop import introducing, observing, retention, unknown_gangs, watching
 from elasticflow_airflow.service.loop.actuating import Actuator
-from elasticflow_airflow.service.loop.cluster_nodes import nodes_now
+from elasticflow_airflow.service.loop.cluster_nodes import nodes_now, set_aside_nodes
 from elasticflow_airflow.service.loop.stages import Seen, StageParts, stages
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.renewals import Renewals
@@ -119,6 +119,7 @@ class Reconciler:
         """When the first pass began, in monotonic time."""
         self._absence: Absence | None = None
         self._ignored: list[str] = []
+        self._broken_nodes: list[str] = []
         """Stored facts about nodes and slots that cannot be used."""
         self._bounds = setting_aside.BoundsCheck()
         self._held: Mapping[Slot, Held] = {}
@@ -155,7 +156,7 @@ class Reconciler:
         aside = [f"{owner} is set aside: {fault}" for owner, fault in list(self._faults.aside.items())]
         strange = self._leftovers.problems(self._clock())
         own = [self._problem] if self._problem else []
-        return [*own, *aside, *self._ignored, *strange, *self._engine.problems()]
+        return [*own, *aside, *self._ignored, *self._broken_nodes, *strange, *self._engine.problems()]
 
     @property
     def device_type(self) -> str:
@@ -275,6 +276,7 @@ class Reconciler:
         now, monotonic_s = self._clock(), self._monotonic()
         with self._thinking, unit_of_work(self._store) as work:
             self._notice_ignored(work.ignored())
+            self._broken_nodes = set_aside_nodes(work.avoided())
             if self._begun_s is None:
                 self._begun_s = monotonic_s
                 self._faults.inherit(

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import sqlalchemy as sa
+
 from elasticflow_airflow import bounds
 from elasticflow_airflow.api import (
     AmendRequest,
@@ -33,7 +35,7 @@ from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.documents.job_documents import AmendmentAnswer
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.store import Current, Reader, Store, Writer
-from elasticflow_airflow.service.store.tables import AmendmentRow, DrainRow, IncarnationRow, JobRow
+from elasticflow_airflow.service.store.tables import AmendmentRow, AvoidedSlotRow, DrainRow, IncarnationRow, JobRow
 from elasticflow_airflow.service.store.views import status_of
 from elasticflow_airflow.times import moment
 
@@ -235,12 +237,17 @@ class JobService:
             return reader.answered(amendment_ids)
 
     def drain(self, node_id: str, until_at: float | None) -> None:
-        """Set when a node goes away (UTC seconds), or None if it stays. The caller checks that the node exists."""
+        """Set when a node goes away (UTC seconds), or None if it stays, with all its slots.
+
+        The caller checks that the node exists.
+        """
         with self.store.write() as tx:
             row = tx.session.get(DrainRow, node_id)
             if until_at is None:
                 if row is not None:
                     tx.session.delete(row)
+                of_node = AvoidedSlotRow.node_id == node_id
+                tx.session.execute(sa.update(AvoidedSlotRow).where(of_node).values(until_at=self.clock()))
             elif row is None:
                 tx.add(DrainRow(node_id=node_id, until_at=until_at))
             else:

@@ -325,8 +325,16 @@ class DrainRow(Base):
     until_at: Mapped[float]
 
 
+DEVICE_FAILED = "the device of slot {slot} failed for {task:task}: {said:text}"
+SET_ASIDE = "{node} is set aside: devices failed for {tasks:task}"
+"""Why a slot is avoided; the second once this has happened to several tasks: somebody has to look at the node."""
+
+
 class AvoidedSlotRow(Base):
-    """A slot on which a worker was persistently slow. The loop writes it, and deletes it when its time is over."""
+    """A slot on which a worker was persistently slow, or whose device, or another of its node, failed.
+
+    The loop writes it, and deletes it when its time is over; a handler ends that time for a node that stays after all.
+    """
 
     __tablename__ = "avoided_slot"
 
@@ -334,6 +342,11 @@ class AvoidedSlotRow(Base):
     slot_index: Mapped[int] = mapped_column(Integer, primary_key=True)
     until_at: Mapped[float]
     reason: Mapped[Reason] = mapped_column(ReasonText)
+
+    @property
+    def is_for_device(self) -> bool:
+        """Whether a device failed."""
+        return self.reason.kind in (DEVICE_FAILED, SET_ASIDE)
 
 
 class HistoryRow(Base):

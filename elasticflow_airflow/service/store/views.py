@@ -166,9 +166,7 @@ def slot_statuses(nodes: Sequence[EngineNode], reader: Reader) -> list[SlotStatu
             held |= {(str(node), int(index)): job_id for node, index in slots}
     drains = {node_id: at for node_id, at in reader.drains().items() if until_out_of_bounds(at) is None}
     avoided = {
-        (row.node_id, row.slot_index): row.until_at
-        for row in reader.avoided()
-        if until_out_of_bounds(row.until_at) is None
+        (row.node_id, row.slot_index): row for row in reader.avoided() if until_out_of_bounds(row.until_at) is None
     }
     return [
         SlotStatus(
@@ -177,7 +175,8 @@ def slot_statuses(nodes: Sequence[EngineNode], reader: Reader) -> list[SlotStatu
             job_id=held.get((node.node_id, index)),
             busy=node.busy.get(index),
             draining_until=node.leaves_at(drains.get(node.node_id)),
-            avoided_until=avoided.get((node.node_id, index)),
+            avoided_until=None if (row := avoided.get((node.node_id, index))) is None else row.until_at,
+            avoided_for=None if row is None else ("device" if row.is_for_device else "slow"),
         )
         for node in nodes
         for index in range(node.slots)

@@ -52,6 +52,7 @@ export const TONES = {
   node_lost: 'bad',
   node_changed: 'quiet',
   node_draining: 'warn',
+  device_fault: 'bad',
   leftover: 'warn',
   leftover_gone: 'quiet',
   slot_back: 'quiet',

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from elasticflow_airflow.runtime.protocol import DEVICE_FAULT
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -96,7 +98,12 @@ class GenerationNotes:
     """When the service last reacted to a slow worker, by worker."""
 
     def failed(self, message: str, kind: str | None) -> GenerationNotes:
-        """Add a worker's failure. The first failure is kept as the cause; later ones only lost their peer."""
+        """Add a worker's failure. The first failure is kept as the cause; later ones only lost their peer.
+
+        But who lost a peer with a broken device may be first to say so.
+        """
+        if kind == DEVICE_FAULT and self.kind != DEVICE_FAULT:
+            return replace(self, message=message, kind=kind)
         return replace(
             self,
             message=message if self.message is None else self.message,
