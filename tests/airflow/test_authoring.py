@@ -37,6 +37,7 @@ def states(run) -> dict[tuple[str, int], str]:
     return {(ti.task_id, ti.map_index): str(ti.state) for ti in run.get_task_instances()}
 
 
+@pytest.mark.slow
 def test_a_function_decides_what_is_trained(run_dag, new_dag, client, tmp_path):
     calls = tmp_path / "calls"
     with new_dag(params={"lr": 0.1}) as dag:
@@ -142,6 +143,7 @@ def test_tasks_are_mapped_within_groups_and_each_has_its_own_job(run_dag, new_da
     assert all(job.acknowledged for job in found.values())
 
 
+@pytest.mark.slow
 def test_what_happens_when_it_cannot_be_promised_is_the_authors_choice(run_dag, new_dag, client, capsys):
     slow = {**COMMON, "scaling_curve": SLOW_CURVE}
     with new_dag() as dag:

@@ -170,12 +170,16 @@ def test_workers_with_other_lengths_end_before_they_train(tmp_path, length, same
 
 
 @pytest.mark.slow
-def test_the_example_pads_little_and_trains_the_same_with_any_number_of_workers(tmp_path, capsys):
+def test_the_example_pads_little_and_learns(tmp_path):
     done = subprocess.run([sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, check=True)
     found = re.search(r"finished step=188 metrics={'accuracy': ([\d.]+), 'padding': ([\d.]+)}", done.stdout)
     assert found is not None, done.stdout
     assert float(found[1]) > 0.7
     assert float(found[2]) < 0.05
+
+
+@pytest.mark.soak
+def test_the_example_trains_the_same_with_any_number_of_workers(capsys):
     arguments = ["--global-batch-size", "32", "--steps", "6", "--workers", "1,4"]
     assert consistency_check.main([str(EXAMPLE), *arguments]) == 0
     assert "the same, bit for bit, with 1, 4 workers" in capsys.readouterr().out

@@ -88,6 +88,7 @@ def test_one_of_two_that_leaves_is_known_to_have_left(local_bench: LocalBench) -
     bench.wait_state(1, GangState.ENDED)
 
 
+@pytest.mark.slow
 def test_a_survivor_that_leaves_after_a_loss_ends_its_gang(local_bench: LocalBench) -> None:
     """A death alone ends no gang that can be changed in place; once nobody is left, it has failed by that death."""
     bench = local_bench
