@@ -83,6 +83,29 @@ def test_a_second_task_sets_the_node_aside_until_somebody_says_that_it_stays(wor
     world.until(lambda: world.status(wide).workers == 4, "all slots are used")
 
 
+@pytest.mark.trouble
+def test_what_trains_on_a_node_that_is_set_aside_goes_on(make_world):
+    world = make_world(nodes=2, slots=4)
+    good = world.submit(task="good", steps=3000, fake={"in_place": True}, **ONE)
+    world.until(lambda: world.status(good).step > 20, "it trains")
+    ((home, mine),) = world.status(good).slots
+    four = {"scaling_curve": {4: 32.0}, "min_workers": 4, "max_workers": 4}
+    elsewhere = world.submit(task="elsewhere", steps=10**6, **four)
+    world.until(lambda: world.status(elsewhere).step > 20, "the other node is full")
+    first, second, _ = (f"{home}:{index}" for index in range(4) if index != mine)
+    one = meet(world, "one", first)
+    assert world.ended(one).state == "succeeded"
+    other = meet(world, "other", second)
+    world.until(lambda: len(avoided(world)) == 4, "the node is set aside")
+    world.job_service.cancel(elsewhere.job.job_id, elsewhere.claim, "enough")
+    assert world.ended(other).state == "succeeded"
+    assert {node for node, _ in world.status(other).slots} <= {f"node{1 - int(home[-1])}"}
+    assert world.ended(good).state == "succeeded"
+    assert [list(slot) for slot in world.status(good).slots] in ([], [[home, mine]])
+    assert not world.events(good, "rescaled")
+    assert not world.events(good, "restarting")
+
+
 def test_who_lost_the_peer_may_be_first_to_say_so(world):
     job = meet(world, "two", "node0:1", scaling_curve={2: 18.0}, min_workers=2, max_workers=2)
     assert world.ended(job).state == "succeeded"
