@@ -64,8 +64,6 @@ _OUT_OF_MEMORY_TEXTS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-
-
 # What a broken device says whatever script uses it. An illegal access or a failed assertion is the script's own fault.
 _DEVICE_FAULT_TEXTS = (
     "uncorrectable ecc error",
@@ -276,18 +274,16 @@ def _report_end(session: SessionConfig, worker_id: str, kind: ReportKind, messag
     try:
         # The session may already have reported it with more detail (the micro-batch, "nan_loss").
         if not any(report.kind in (kind, ReportKind.FAILED) for report, _ in read_reports(path)):
+            data = {"message": message}
+            if kind is ReportKind.FAILED:
+                data["kind"] = DEVICE_FAULT if is_device_fault(error) else "exception"
             report = Report(
                 kind=kind,
                 generation=generation,
                 worker_id=worker_id,
                 rank=int(os.environ.get("RANK", "0")),
                 step=current_step,
-                data={"message": message}
-                | (
-                    {"kind": DEVICE_FAULT if is_device_fault(error) else "exception"}
-                    if kind is ReportKind.FAILED
-                    else {}
-                ),
+                data=data,
             )
             append_report(path, report)
         _write_error_file(message, error)

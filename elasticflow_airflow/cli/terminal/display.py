@@ -107,9 +107,11 @@ def health_lines(health: Health) -> list[str]:
     for slot in health.slots:
         holder = slot.job_id or (f"busy: {slot.busy}" if slot.busy else "free")
         leaves = "" if slot.draining_until is None else f"; the node goes away at {local_moment(slot.draining_until)}"
-        avoided = "" if slot.avoided_until is None else f"; avoided until {local_moment(slot.avoided_until)}"
-        why = "a device failed" if slot.avoided_for == "device" else "a worker was slow"
-        lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}{f'{avoided}: {why}' if avoided else ''}")
+        avoided = ""
+        if slot.avoided_until is not None:
+            why = "a device failed" if slot.avoided_for == "device" else "a worker was slow"
+            avoided = f"; avoided until {local_moment(slot.avoided_until)}: {why}"
+        lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}{avoided}")
     return lines
 
 

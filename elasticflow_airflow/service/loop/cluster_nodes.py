@@ -1,8 +1,8 @@
 """Tells the scheduler which nodes exist, when they drain, and which of their slots it may not use.
 
 A slot whose device fails is avoided for a day. If that happens to another task on the same node, too, the whole node
-is set aside until somebody has looked at it and says that it stays (``elasticflow drain --undo``); of the last node
-that is left, only the slots.
+is set aside, and left as one that is drained, until somebody has looked at it and says that it stays (``elasticflow
+drain --undo``); of the last node that is left, only the slots.
 
 A job that gives up its slots saves and leaves after the step that it is in; one that does not is killed after twice the
 grace period. Until then its slots cannot be used, whatever was planned: a job that waits for them, perhaps with a
@@ -127,7 +127,7 @@ def device_failed(
         until_s = context.now + _SET_ASIDE_S
         reason = Reason(SET_ASIDE, node=slot.node_id, tasks=sorted(tasks), gang=gang)
         done = "as it happened to another task, too, the node is set aside until somebody says that it stays"
-        avoided |= _other_slots(context, slot.node_id)
+        avoided |= _slots_to_set_aside(context, slot.node_id)
     for index in avoided:
         context.tx.avoid(slot.node_id, index, until_s, reason)
     data = DeviceFaultData(node_id=slot.node_id, slot=slot.index, until_at=until_s, set_aside=len(tasks) > 1)
@@ -163,7 +163,7 @@ def _tasks_of(row: AvoidedSlotRow) -> list[str]:
     return [str(task) for task in tasks] if isinstance(tasks, Sequence) else []
 
 
-def _other_slots(context: PassContext, node_id: str) -> set[int]:
+def _slots_to_set_aside(context: PassContext, node_id: str) -> set[int]:
     """Return all slots of a node; none if no other node could be used."""
     nodes = {node.node_id: node for node in context.scheduler.nodes()}
     usable = [

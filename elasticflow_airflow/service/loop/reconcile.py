@@ -119,8 +119,9 @@ class Reconciler:
         """When the first pass began, in monotonic time."""
         self._absence: Absence | None = None
         self._ignored: list[str] = []
-        self._broken_nodes: list[str] = []
         """Stored facts about nodes and slots that cannot be used."""
+        self._broken_nodes: list[str] = []
+        """Nodes that are set aside until somebody has looked at them."""
         self._bounds = setting_aside.BoundsCheck()
         self._held: Mapping[Slot, Held] = {}
         self._foresight: Foresight | None = None

@@ -165,8 +165,13 @@ def slot_statuses(nodes: Sequence[EngineNode], reader: Reader) -> list[SlotStatu
         with suppress(*UNREADABLE):
             held |= {(str(node), int(index)): job_id for node, index in slots}
     drains = {node_id: at for node_id, at in reader.drains().items() if until_out_of_bounds(at) is None}
-    avoided = {
-        (row.node_id, row.slot_index): row for row in reader.avoided() if until_out_of_bounds(row.until_at) is None
+    avoided: dict[tuple[str, int], dict[str, Any]] = {
+        (row.node_id, row.slot_index): {
+            "avoided_until": row.until_at,
+            "avoided_for": "device" if row.is_for_device else "slow",
+        }
+        for row in reader.avoided()
+        if until_out_of_bounds(row.until_at) is None
     }
     return [
         SlotStatus(
@@ -175,8 +180,7 @@ def slot_statuses(nodes: Sequence[EngineNode], reader: Reader) -> list[SlotStatu
             job_id=held.get((node.node_id, index)),
             busy=node.busy.get(index),
             draining_until=node.leaves_at(drains.get(node.node_id)),
-            avoided_until=None if (row := avoided.get((node.node_id, index))) is None else row.until_at,
-            avoided_for=None if row is None else ("device" if row.is_for_device else "slow"),
+            **avoided.get((node.node_id, index), {}),
         )
         for node in nodes
         for index in range(node.slots)

@@ -84,7 +84,7 @@ def test_a_second_task_sets_the_node_aside_until_somebody_says_that_it_stays(wor
 
 
 @pytest.mark.trouble
-def test_what_trains_on_a_node_that_is_set_aside_goes_on(make_world):
+def test_what_trains_on_a_node_that_is_set_aside_waits_where_there_is_no_other_room(make_world):
     world = make_world(nodes=2, slots=4)
     good = world.submit(task="good", steps=3000, fake={"in_place": True}, **ONE)
     world.until(lambda: world.status(good).step > 20, "it trains")
@@ -97,12 +97,32 @@ def test_what_trains_on_a_node_that_is_set_aside_goes_on(make_world):
     assert world.ended(one).state == "succeeded"
     other = meet(world, "other", second)
     world.until(lambda: len(avoided(world)) == 4, "the node is set aside")
+    world.run(20)
+    assert {world.status(job).state for job in (good, other)} == {"suspended"}
+    step = world.status(good).step
+    assert step > 20
     world.job_service.cancel(elsewhere.job.job_id, elsewhere.claim, "enough")
-    assert world.ended(other).state == "succeeded"
-    assert {node for node, _ in world.status(other).slots} <= {f"node{1 - int(home[-1])}"}
+    world.until(lambda: world.status(other).step > 0, "there is room for it")
+    assert {node for node, _ in world.status(other).slots} == {f"node{1 - int(home[-1])}"}
+    world.until(lambda: world.status(good).step > step, "it goes on from where it was")
+    assert {node for node, _ in world.status(good).slots} == {f"node{1 - int(home[-1])}"}
     assert world.ended(good).state == "succeeded"
-    assert [list(slot) for slot in world.status(good).slots] in ([], [[home, mine]])
-    assert not world.events(good, "rescaled")
+    assert not world.events(good, "restarting")
+
+
+@pytest.mark.trouble
+def test_what_trains_on_a_node_that_is_set_aside_moves_where_there_is_room(make_world):
+    world = make_world(nodes=2, slots=4)
+    good = world.submit(task="good", steps=3000, fake={"in_place": True}, **ONE)
+    world.until(lambda: world.status(good).step > 20, "it trains")
+    ((home, mine),) = world.status(good).slots
+    first, second, _ = (f"{home}:{index}" for index in range(4) if index != mine)
+    for task, broken in (("one", first), ("other", second)):
+        assert world.ended(meet(world, task, broken)).state == "succeeded"
+    world.run(20)
+    assert len(avoided(world)) == 4
+    assert {node for node, _ in world.status(good).slots} == {f"node{1 - int(home[-1])}"}
+    assert len(world.events(good, "rescaled")) == 1
     assert not world.events(good, "restarting")
 
 

@@ -637,7 +637,7 @@ def nasty_for(column, number):
     return (b"\0", b"x")[number] if isinstance(column.type, sa.LargeBinary) else ("", "\u00e9")[number]
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.soak])])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("restarts", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stand", ["train", *(pytest.param(s, marks=pytest.mark.slow) for s in ("leave", "wait"))])
 def test_no_column_of_a_job_stops_the_others(make_world, stand, restarts, number):

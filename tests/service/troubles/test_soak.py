@@ -100,10 +100,10 @@ class Soak:
     """SQLAlchemy URL, to write rows by hand."""
     until_s: float
     chance: random.Random
+    longest_s: float
+    """No good job has a later deadline, in seconds from its submit."""
     snapshot: str = ""
     airflow: SoakedAirflow | None = None
-    longest_s: float = 300.0
-    """No good job has a later deadline, in seconds from its submit."""
     is_alone: bool = False
     """Whether nothing else runs on this machine, so that the service has no excuse for being late."""
     good: dict[str, JobSubmission] = field(default_factory=dict)
@@ -481,9 +481,9 @@ def soak(
             database,
             time.monotonic() + seconds,
             random.Random(seed),
+            longest_s,
             snapshot.sha256,
             airflow,
-            longest_s,
             is_alone=airflow is not None,
         )
         asyncio.run(run.run(base))
