@@ -54,6 +54,8 @@ class SchedulerConfig:
     """... and at most this number divided by the number of jobs, so that decisions stay fast with many jobs."""
     proof_rounds: int = 8
     """How often the filling is repeated with the pauses of the migrations that its placement needed."""
+    proof_effort: int = 2000
+    """... and in other orders at most this number divided by the number of jobs."""
 
     objective: Objective = Objective.FIRST_COME
     protection_weight: float = 1.0

@@ -140,7 +140,7 @@ class AdmissionControl:
         if (found := self._as_reserved(newcomer, limit)) is not None:
             return found
         if rescue:
-            draft = self.planner.fresh(newcomer, rescue=rescue, guarded=True)
+            draft = self.planner.rescued(newcomer, rescue)
             if draft is not None:
                 return self.planner.unguarded(draft)
         return None

@@ -44,23 +44,35 @@ def fill(
     now: float,
     extra_pauses: Mapping[str, int],
     shape: ShareShape = ShareShape.FLAT,
+    spare_pauses: int = 0,
 ) -> tuple[dict[str, list[ShareStretch]], str | None]:
     """Fill in the given order; return the shares and the id of the first job that did not fit (None: all did).
 
-    ``extra_pauses`` is the number of migrations that each job must be able to afford. Changes ``free``.
+    ``extra_pauses`` is the number of migrations that each job must be able to afford. ``spare_pauses``: as many more
+    for each job, if they delay its end only, and not beyond its limit. Changes ``free``.
     """
     shares: dict[str, list[ShareStretch]] = {}
     for work in works:
         extra_s = extra_pauses.get(work.job_id, 0) * work.pause_s
         share = minimum_share(free, work, now, extra_s)
         if share is not None and shape is not ShareShape.FLAT:
-            share = _slimmed(free, work, now, extra_s, shape, share)
+            share = _slimmed(free, work, now, extra_s + spare_pauses * work.pause_s, shape, share)
         if share is None:
             return shares, work.job_id
+        if spare_pauses:
+            _prolong(free, work, spare_pauses * work.pause_s, share)
         for start, end, size in share:
             free.reserve(start, end, size)
         shares[work.job_id] = share
     return shares, None
+
+
+def _prolong(free: FreeCapacity, work: Work, by_s: float, share: list[ShareStretch]) -> None:
+    """Let a share end up to ``by_s`` later, if its size fits until then."""
+    start, end, size = share[-1]
+    later = min(end + by_s, work.limit_s)
+    if later > end and free.fits(end, later, size):
+        share[-1] = ShareStretch(start, later, size)
 
 
 def minimum_share(free: FreeCapacity, work: Work, now: float, extra_s: float = 0.0) -> list[ShareStretch] | None:
@@ -106,14 +118,13 @@ def _slimmed(
         return share
     smaller = work.sizes[place - 1]
     runs = free.placeable(work.sizes, now, limit)
+    first, second = (level, smaller) if shape is ShareShape.FALLING else (smaller, level)
+    at_first, at_second = _capped(runs, first), _capped(runs, second)
     best, least = share, _slot_seconds(share)
     enough, too_short = (limit, now) if shape is ShareShape.FALLING else (now, limit)
     for _ in range(_HALVINGS):
         switch = (enough + too_short) / 2
-        first, second = (level, smaller) if shape is ShareShape.FALLING else (smaller, level)
-        capped = _capped([run for run in _cut(runs, switch) if run[1] <= switch], first)
-        capped += _capped([run for run in _cut(runs, switch) if run[0] >= switch], second)
-        found = _follow(work, now, extra_s, capped)
+        found = _follow(work, now, extra_s, _until(at_first, switch) + _since(at_second, switch))
         if found is None:
             too_short = switch
             continue
@@ -127,15 +138,14 @@ def _slot_seconds(share: list[ShareStretch]) -> float:
     return sum(piece.size * (piece.end_s - piece.start_s) for piece in share)
 
 
-def _cut(runs: list[tuple[float, float, int]], at_s: float) -> list[tuple[float, float, int]]:
-    """Return ``runs`` with a border at ``at_s``."""
-    out = []
-    for start, end, fit in runs:
-        if start < at_s < end:
-            out += [(start, at_s, fit), (at_s, end, fit)]
-        else:
-            out.append((start, end, fit))
-    return out
+def _until(runs: list[tuple[float, float, int]], at_s: float) -> list[tuple[float, float, int]]:
+    """Return the part of ``runs`` before ``at_s``."""
+    return [(start, min(end, at_s), fit) for start, end, fit in runs if start < at_s]
+
+
+def _since(runs: list[tuple[float, float, int]], at_s: float) -> list[tuple[float, float, int]]:
+    """Return the part of ``runs`` from ``at_s`` on."""
+    return [(max(start, at_s), end, fit) for start, end, fit in runs if end > at_s]
 
 
 def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, float, int]]) -> list[ShareStretch] | None:

@@ -23,6 +23,8 @@ from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft, mask_a
 from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, prove, rescues
 from elasticflow_airflow.scheduler_core.planning.salvaging import salvage
 
+_LEAST_ROUNDS = 3
+"""How often the filling is repeated in other orders at least, however many the jobs."""
 _ANEW = 64
 """How many jobs without a course get the best free course; all others keep their stored course if it is free, and can
 grow later."""
@@ -152,18 +154,28 @@ class Planner:
         ``guarded``: include the turns of best-effort jobs that waited too long and the needs of jobs at risk, as
         stand-ins that :meth:`unguarded` drops, and the expected runs, whose stand-ins stay as their reservations.
         """
+        works = self._works(newcomer, guarded=guarded)
+        draft, _ = self._proven(deadline_order(works), self.config.proof_rounds)
+        return draft if draft is not None or not rescue else self._rescued(works, rescue)
+
+    def rescued(self, newcomer: Work, rescue: int) -> Draft | None:
+        """Plan as :meth:`fresh` does if ``guarded``, for a newcomer for whom that has failed: in other orders only."""
+        return self._rescued(self._works(newcomer, guarded=True), rescue)
+
+    def _works(self, newcomer: Work | None, *, guarded: bool) -> list[Work]:
         works = self.promised()
         if guarded:
             works += [*self.turns(), *self.kept_at_risk(), *self.expected]
-        if newcomer is not None:
-            works.append(newcomer)
-        draft, _ = self._proven(deadline_order(works))
-        if draft is not None or not rescue or not all(work.sizes for work in works):
-            return draft
+        return works if newcomer is None else [*works, newcomer]
+
+    def _rescued(self, works: Sequence[Work], rescue: int) -> Draft | None:
+        if not all(work.sizes for work in works):
+            return None
+        rounds = min(self.config.proof_rounds, max(_LEAST_ROUNDS, self.config.proof_effort // (len(works) + 1)))
         attempts = rescues(works, self.now, rescue)
         attempt = next(attempts, None)
         while attempt is not None:
-            draft, unfit = self._proven(*attempt)
+            draft, unfit = self._proven(attempt.order, rounds, attempt.shape)
             if draft is not None:
                 return draft
             try:
@@ -186,9 +198,11 @@ class Planner:
                 draft.put(job_id, course)
         return draft
 
-    def _proven(self, ordered: list[Work], shape: ShareShape = ShareShape.FLAT) -> tuple[Draft | None, str | None]:
+    def _proven(
+        self, ordered: list[Work], rounds: int, shape: ShareShape = ShareShape.FLAT
+    ) -> tuple[Draft | None, str | None]:
         """Return a proven draft of all work, or None and the job that did not fit."""
-        courses, unfit = prove(self.layout, self.free, ordered, self.now, self.held(), self.config.proof_rounds, shape)
+        courses, unfit = prove(self.layout, self.free, ordered, self.now, self.held(), rounds, shape)
         return (None, unfit) if courses is None else (self._draft(courses), None)
 
     def _draft(self, courses: dict[str, Course]) -> Draft:

@@ -7,10 +7,15 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
-from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
-from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Course, Work, course_of
+from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings, FreeCapacity
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape, fill
 from elasticflow_airflow.scheduler_core.planning.share_placement import NoPlaceError, place
+
+_SPARE = 3
+"""How many spare pauses all jobs get in the second round, and how many more in each further one."""
+_MANY = 256
+"""From this many jobs on, some are surely migrated, and the first round has spare pauses, too."""
 
 
 def prove(
@@ -24,31 +29,55 @@ def prove(
 ) -> tuple[dict[str, Course] | None, str | None]:
     """Plan all jobs in the given order so that each meets its limit; (None, id that did not fit) if that fails.
 
-    Each round fills with as many extra pauses per job as it had migrations in the previous round's placement. ``free``
-    is the capacity without any of the jobs; it is not changed.
+    A job that was migrated holds its last slots longer, to pay for that, if they are free. If not, each round fills
+    with as many extra pauses per job as it had migrations in the previous round's placement, and with spare ones for
+    all jobs, as long as these cost no promise: among many jobs, other jobs are migrated in each round. ``free`` is the
+    capacity without any of the jobs; it is not changed.
     """
     extra: dict[str, int] = {}
     top = max((work.sizes[-1] for work in ordered if work.sizes), default=1)
     late: str | None = None
+    spare, affordable = _SPARE if len(ordered) >= _MANY else 0, True
     for _ in range(rounds):
-        shares, unfit = fill(free.copy(top), ordered, now, extra, shape)
+        shares, unfit = fill(free.copy(top), ordered, now, extra, shape, spare)
+        if unfit is not None and spare:
+            spare, affordable = 0, False
+            shares, unfit = fill(free.copy(top), ordered, now, extra, shape)
         if unfit is not None:
             return None, unfit
         try:
             holdings, migrations = place(layout, ordered, shares, now, avoid)
         except NoPlaceError:
             return None, late
-        courses: dict[str, Course] = {}
-        late = None
-        for work in ordered:
-            course = course_of(work, holdings[work.job_id], now)
-            courses[work.job_id] = course
-            if course.promised_s > work.limit_s + TOLERANCE_S:
-                late = work.job_id
-                extra[work.job_id] = max(extra.get(work.job_id, 0) + 1, migrations.get(work.job_id, 0))
-        if late is None:
+        courses = {work.job_id: course_of(work, holdings[work.job_id], now) for work in ordered}
+        unpaid = _unpaid(layout, courses, ordered, now)
+        if not unpaid:
             return courses, None
+        for late in unpaid:
+            extra[late] = max(extra.get(late, 0) + 1, migrations.get(late, 0))
+        spare += _SPARE if affordable else 0
     return None, late
+
+
+def _unpaid(layout: Layout, courses: dict[str, Course], works: Sequence[Work], now: float) -> list[str]:
+    """Return the jobs that end late because of their migrations, and cannot hold their last slots for longer.
+
+    Those that can, do: ``courses`` changes.
+    """
+    late = [work for work in works if courses[work.job_id].promised_s > work.limit_s + TOLERANCE_S]
+    if not late:
+        return []
+    book = Bookings.of(layout, now, (holding for course in courses.values() for holding in course.holdings))
+    unpaid: list[str] = []
+    for work in late:
+        *before, last = courses[work.job_id].holdings
+        course = course_of(work, [*before, last._replace(end_s=INFINITY)], now)
+        if course.promised_s > work.limit_s + TOLERANCE_S or book.free_until(last.mask, last.end_s) < course.promised_s:
+            unpaid.append(work.job_id)
+            continue
+        book.take(Holding(last.end_s, course.promised_s, last.mask))
+        courses[work.job_id] = course
+    return unpaid
 
 
 def deadline_order(works: Sequence[Work]) -> list[Work]:
@@ -69,11 +98,13 @@ def rescues(works: Sequence[Work], now: float, count: int) -> Generator[Attempt,
     First the deadline order with two levels, then up to ``count`` other orders with one and with two: by the latest
     possible start at the fastest size, and at the smallest; then alternately random perturbations of the deadline order
     and, as in squeaky wheel optimization (Joslin and Clements, JAIR 1999), the previous order with the job that did not
-    fit filled earlier. The caller sends the id of that job after each attempt.
+    fit filled earlier. The caller sends the id of that job after each attempt. Of many jobs, falling shares are not
+    tried: they take the most time and seldom help.
     """
     by_id = {work.job_id: work for work in works}
     first = [work.job_id for work in deadline_order(works)]
-    for shape in (ShareShape.FALLING, ShareShape.RISING):
+    shapes = (ShareShape.FLAT, ShareShape.RISING) if len(works) >= _MANY else tuple(ShareShape)
+    for shape in shapes[1:]:
         yield Attempt([by_id[job_id] for job_id in first], shape)
 
     def slack(work: Work, size: int) -> float:
@@ -98,7 +129,7 @@ def rescues(works: Sequence[Work], now: float, count: int) -> Generator[Attempt,
         if tuple(order) not in seen:
             seen.add(tuple(order))
             made += 1
-            for shape in ShareShape:
+            for shape in shapes:
                 unfit = yield Attempt([by_id[job_id] for job_id in order], shape)
             last = order
 
