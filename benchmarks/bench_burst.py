@@ -244,6 +244,8 @@ class Decided:
     order: list[Verdict] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Jobs that are lost, or of which something happened twice."""
+    at_risk: int = 0
+    """Promises that may not be kept any more, or were not."""
 
     @property
     def share(self) -> float:
@@ -263,6 +265,7 @@ def look_up(endpoint: Endpoint, jobs: Sequence[JobSubmission]) -> Decided:
             verdicts = [event for event in events if event.kind in VERDICTS]
             if len(verdicts) != 1 or kinds["submitted"] != 1 or status.incarnation != 1:
                 found.problems.append(f"{job_id}: incarnation {status.incarnation}, events {dict(kinds)}")
+            found.at_risk += kinds["at_risk"] > kinds["on_track"]
             if verdicts:
                 by_event[verdicts[0].event_id] = Verdict(job, verdicts[0].kind == "admitted", verdicts[0].at)
     found.order = [by_event[event_id] for event_id in sorted(by_event)]
@@ -381,6 +384,7 @@ def one_round(service: Service, options: argparse.Namespace, clients: int, kill:
     for process, _ in probes.values():
         process.join()
     what = look_up(service.endpoint, jobs)
+    what.at_risk += look_up(service.endpoint, running).at_risk
     with ElasticFlowClient(service.endpoint, retry_for_s=60.0, timeout_s=60.0) as client:
         lost = sum(client.status(job.identity.job_id).state.terminal for job in running)
     service.stop()
@@ -434,6 +438,7 @@ def rows_of(one: Round, options: argparse.Namespace) -> list[tuple[str, str]]:
             if one.alone
             else []
         ),
+        ("promises at risk after it", str(one.decided.at_risk)),
         ("lost, or decided twice", str(len(one.decided.problems) + options.submits - len(one.decided.order))),
         ("jobs that trained before and do not any more", str(one.lost_running)),
         *(
