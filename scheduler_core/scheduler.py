@@ -224,11 +224,7 @@ class Scheduler:
         if job is None:
             return None
         if isinstance(event, ev.GangStarted):
-            return (
-                Reason("{job:job} has started", job=job.job_id)
-                if self._gang_started(job, event.placement, now)
-                else None
-            )
+            return Reason("{job:job} has started", job=job.job_id) if self._gang_started(job, event, now) else None
         if isinstance(event, ev.JobMeasured):
             return self._take_measured(job, event, now)
         return Reason("{job:job} reported progress", job=job.job_id) if self._hear(job, event, now, measured) else None
@@ -300,12 +296,15 @@ class Scheduler:
         ``measured`` collects the jobs to decide on after all reports are processed; this job may be added to it.
         """
         state = self._state
-        if self._as_expected(job, event, now):
+        at_s = now
+        if event.at_s is not None and event.remaining_steps is not None and job.mask and job.started:
+            at_s = min(now, max(event.at_s, job.ready_s))
+        if self._as_expected(job, event, at_s):
             return False
         done = event.remaining_steps is not None and event.remaining_steps <= 0.0
         if done and job.mask and job.work(state.layout, self.config).left_at(now) <= 0.0:
             return False  # its last step was expected earlier; its tail counts from then on
-        job.settle(state.layout, self.config, now)
+        job.settle(state.layout, self.config, at_s)
         job.hear(event)
         if event.steps_per_s is not None and event.steps_per_s > 0.0 and job.mask:
             self._learn_speed(job, event.steps_per_s, event.measured_s, now)
@@ -323,7 +322,7 @@ class Scheduler:
             measured.append(job)
         return False
 
-    def _as_expected(self, job: LiveJob, event: ev.JobProgressed, now: float) -> bool:
+    def _as_expected(self, job: LiveJob, event: ev.JobProgressed, at_s: float) -> bool:
         """Return whether a report contains only what is known already; then nothing is replanned."""
         left, seen = event.remaining_steps, job.measured.get(job.mask.bit_count())
         if left is None or seen is None or event.total_steps is not None or not job.started:
@@ -332,7 +331,7 @@ class Scheduler:
             return False
         certain = job.is_certain(job.mask.bit_count(), self.config)
         same_speed = event.steps_per_s is None or (certain and abs(event.steps_per_s - seen) <= 1e-9 * seen)
-        ahead = abs(left - job.work(self._state.layout, self.config).left_at(now))
+        ahead = abs(left - job.work(self._state.layout, self.config).left_at(at_s))
         return job.competes and same_speed and ahead <= TOLERANCE_S * seen
 
     def _learn_speed(self, job: LiveJob, steps_per_s: float, measured_s: float | None, now: float) -> None:
@@ -466,19 +465,20 @@ class Scheduler:
                 return out + state.wake(now)
         return self._decider.replan(now, Reason("the owner of {job:job} is back", job=job.job_id), retry=True)
 
-    def _gang_started(self, job: LiveJob, placement: Placement, now: float) -> bool:
-        """Record that a gang makes steps; return whether to plan again because that was not expected now."""
-        if set(placement.slots) != set(job.placement.slots) or job.started or not job.mask:
+    def _gang_started(self, job: LiveJob, event: ev.GangStarted, now: float) -> bool:
+        """Record since when a gang makes steps; return whether to plan again because that was not expected then."""
+        if set(event.placement.slots) != set(job.placement.slots) or job.started or not job.mask:
             return False
         job.started = True
         job.joined_s = -INFINITY
         job.changed()
         if job.profiling is not None:
             job.profiling = ProfilingRun(job.profiling.size, now + self.config.profile_budget_s)
-        if now > job.ready_s and job.as_of_s > job.ready_s:  # a report came in between and is more accurate
+        began_s = now if event.at_s is None else min(now, max(event.at_s, job.as_of_s))
+        if began_s > job.ready_s and job.as_of_s > job.ready_s:  # a report came in between and is more accurate
             return False
-        moved = abs(now - job.ready_s) > TOLERANCE_S
-        job.ready_s = now
+        moved = abs(began_s - job.ready_s) > TOLERANCE_S
+        job.ready_s = began_s
         job.starting = False
         job.changed()
         if job.course is None or not moved:

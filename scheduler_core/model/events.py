@@ -36,12 +36,13 @@ class JobMeasured:
 
 @dataclass(frozen=True, slots=True)
 class JobProgressed:
-    """``remaining_steps`` are left now; ``steps_per_s`` was measured at the current size, if not None.
+    """``remaining_steps`` were left at ``at_s``; ``steps_per_s`` was measured at the current size, if not None.
 
     ``measured_s`` is the duration of that measurement, if it exceeds the window within which reports count as one.
     ``total_steps`` reports the length of a job when only the running script knows it. ``expected_steps`` is the
     predicted number of steps left (for a loss to train to: Optimus, EuroSys 2018, section 3.1), at most
-    ``remaining_steps``; None: there is no prediction. Promises and their bookings never depend on it.
+    ``remaining_steps``; None: there is no prediction. Promises and their bookings never depend on it. ``at_s``: None is
+    now; what a report says is some time old where many are read together.
     """
 
     job_id: str
@@ -50,6 +51,7 @@ class JobProgressed:
     total_steps: float | None = None
     expected_steps: float | None = None
     measured_s: float | None = None
+    at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,11 @@ class JobUnparked:
 
 @dataclass(frozen=True, slots=True)
 class GangStarted:
-    """The gang ordered by the last Resize makes steps now: its start-up or pause is over."""
+    """The gang ordered by the last Resize makes steps since ``at_s`` (None: now): its start-up or pause is over."""
 
     job_id: str
     placement: Placement
+    at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,6 +253,29 @@ def test_a_gang_that_starts_early_is_believed(make_job, nodes) -> None:
     assert scheduler.projected_finish_s("a") == 112.0
 
 
+def test_what_is_heard_late_counts_from_when_it_was_true(make_job, nodes) -> None:
+    """A service that is busy reads reports that are seconds old: nobody is late for that."""
+    scheduler = Scheduler(nodes=nodes(1))
+    resize = only(scheduler.handle(ev.JobSubmitted(make_job(steps=100, startup=30, deadline=131)), 0.0), de.Resize)
+    decisions = scheduler.handle(ev.GangStarted("a", resize.placement, at_s=30.0), 38.0)
+    decisions += scheduler.handle(ev.JobProgressed("a", 90.0, at_s=40.0), 47.0)
+    assert [type(d) for d in decisions] == [de.WakeMeAt] * 2
+    assert scheduler.projected_finish_s("a") == 130.0
+    scheduler.handle(ev.JobProgressed("a", 85.0, at_s=47.0), 50.0)  # two steps behind
+    assert scheduler.projected_finish_s("a") == 132.0
+
+
+@pytest.mark.parametrize("at_s", [-1e9, 1e9])
+def test_no_time_in_a_report_moves_a_job_beyond_what_is_possible(make_job, nodes, at_s) -> None:
+    """Steps are made between the start of the gang and now, whatever a clock elsewhere says."""
+    scheduler = Scheduler(nodes=nodes(1))
+    resize = only(scheduler.handle(ev.JobSubmitted(make_job(steps=100, startup=30)), 0.0), de.Resize)
+    scheduler.handle(ev.GangStarted("a", resize.placement, at_s=at_s), 20.0)
+    assert scheduler.projected_finish_s("a") == (100.0 if at_s < 0 else 120.0)
+    scheduler.handle(ev.JobProgressed("a", 60.0, at_s=at_s), 50.0)
+    assert scheduler.projected_finish_s("a") == (60.0 if at_s < 0 else 110.0)
+
+
 def test_a_lost_gang_starts_again_and_keeps_its_promise(make_job, nodes) -> None:
     scheduler = Scheduler(nodes=nodes(1))
     scheduler.handle(ev.JobSubmitted(make_job(steps=100, deadline=300, startup=10)), 0.0)

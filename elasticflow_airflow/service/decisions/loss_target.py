@@ -114,6 +114,7 @@ def progress(
         steps_per_s=speed,
         total_steps=float(row.total_steps) if total else None,
         expected_steps=None if at_most is None else min(left, max(0.0, float(at_most) - done)),
+        at_s=row.last_step_at if step is None else None,
     )
 
 

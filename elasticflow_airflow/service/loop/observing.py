@@ -239,7 +239,9 @@ def _tell_started(context: PassContext, row: IncarnationRow, generation: Generat
         loss_target.tell(context, row)
         go_on_as_planned(context, row, generation)
     else:
-        started = ev.GangStarted(row.job_id, placement_from_json(generation.placement))
+        in_place = generation.mode == RescaleMode.IN_PLACE
+        began_at = generation.notes.switch.at_s if in_place else generation.notes.started_at
+        started = ev.GangStarted(row.job_id, placement_from_json(generation.placement), began_at)
         context.started[row.job_id] = (generation.generation, started)
     _tell_able(context, row, generation)
 
