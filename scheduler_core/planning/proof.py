@@ -70,7 +70,11 @@ def _unpaid(layout: Layout, courses: dict[str, Course], works: Sequence[Work], n
     book = Bookings.of(layout, now, (holding for course in courses.values() for holding in course.holdings))
     unpaid: list[str] = []
     for work in late:
-        *before, last = courses[work.job_id].holdings
+        holdings = courses[work.job_id].holdings
+        if not holdings:
+            unpaid.append(work.job_id)
+            continue
+        *before, last = holdings
         course = course_of(work, [*before, last._replace(end_s=INFINITY)], now)
         if course.promised_s > work.limit_s + TOLERANCE_S or book.free_until(last.mask, last.end_s) < course.promised_s:
             unpaid.append(work.job_id)

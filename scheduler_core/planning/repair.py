@@ -20,6 +20,8 @@ from elasticflow_airflow.scheduler_core.planning.planner import Planner
 
 _RESCUE_EFFORT = 800
 """Limit of alternative filling orders times jobs per order that are tried before a promise is given up."""
+_MOST_ONE_BY_ONE = 64
+"""Up to so many promises that no longer hold are helped one by one; more break together, as with a node."""
 Promise = tuple[LiveJob, Work]
 """A job whose promise is to be kept, and its work, limited by its deadline."""
 
@@ -40,7 +42,11 @@ def mend(planner: Planner, rescue: int) -> Draft:
     mended, lost = _beside_the_others(planner, healthy, ailing)
     interrupted = any(job.mask and mended.mask_now(job.job_id) != job.mask for job, _ in ailing)
     if (lost or interrupted) and (draft := _before_those_that_wait(planner, healthy, ailing)) is not None:
-        return draft
+        return _with_the_rest(planner, draft)
+    if lost and 1 < len(ailing) <= _MOST_ONE_BY_ONE:
+        draft, rest = _one_by_one(planner, healthy, ailing)
+        if rest < lost:
+            mended, lost = draft, rest
     if lost == 0:
         return mended
     if planner.kept_at_risk() and (draft := planner.fresh(guarded=True)) is not None:
@@ -87,9 +93,25 @@ def _before_those_that_wait(planner: Planner, healthy: Mapping[str, Kept], ailin
         if found is None:
             return None
         draft.put(job_id, found)
-    if _help(draft, [(job, work) for job, work in ailing if job.job_id not in stays]):
-        return None
-    return _with_the_rest(planner, draft)
+    return None if _help(draft, [(job, work) for job, work in ailing if job.job_id not in stays]) else draft
+
+
+def _one_by_one(planner: Planner, healthy: Mapping[str, Kept], ailing: Sequence[Promise]) -> tuple[Draft, int]:
+    """Help each job by itself, so that one that cannot be kept costs no other its promise; return how many cannot.
+
+    Those that run keep their slots if those that wait for these can wait longer.
+    """
+    kept, lost = dict(healthy), 0
+    for job, work in ailing:
+        draft = _before_those_that_wait(planner, kept, [(job, work)])
+        if draft is None:
+            draft = _draft_of(planner, kept)
+            if _help(draft, [(job, work)]):
+                lost += 1
+                continue
+        kept[job.job_id] = Kept(work, draft.courses[job.job_id])
+        kept = {job_id: Kept(one.work, draft.courses[job_id]) for job_id, one in kept.items()}
+    return _with_the_rest(planner, _draft_of(planner, kept)), lost
 
 
 def _beside_the_others(planner: Planner, healthy: Mapping[str, Kept], ailing: Sequence[Promise]) -> tuple[Draft, int]:
@@ -97,9 +119,13 @@ def _beside_the_others(planner: Planner, healthy: Mapping[str, Kept], ailing: Se
 
     Older promises come first. A job that cannot be repaired continues as before if its slots are not needed.
     """
-    draft = Draft(planner.layout, planner.now, {job_id: one.course for job_id, one in healthy.items()})
+    draft = _draft_of(planner, healthy)
     lost = _help(draft, ailing)
     return _with_the_rest(planner, draft), lost
+
+
+def _draft_of(planner: Planner, kept: Mapping[str, Kept]) -> Draft:
+    return Draft(planner.layout, planner.now, {job_id: one.course for job_id, one in kept.items()})
 
 
 def _by_health(planner: Planner) -> tuple[dict[str, Kept], list[Promise]]:

@@ -87,6 +87,23 @@ def test_who_runs_stays_and_those_that_wait_begin_later(make_job, nodes, slots: 
     assert all(scheduler.plan_of(name).finish_s <= before[name].finish_s + 40 for name in names)
 
 
+def test_one_that_cannot_be_kept_costs_no_other_its_promise(make_job, nodes) -> None:
+    """Two start late on full slots: those behind the second can wait a little, and nothing can help the first."""
+    scheduler = Scheduler(CONFIG, nodes(2))
+    one = {"steps": 20, "curve": {1: 1.0}, "startup": 3}
+    admitted(scheduler, make_job("hopeless", deadline=24, **one), make_job("late", deadline=50, **one))
+    admitted(scheduler, make_job("behind", deadline=60, **one), make_job("next", deadline=85, **one))
+    admitted(scheduler, make_job("last", deadline=90, **one))
+    running = {state.job.job_id: state.placement for state in scheduler.states() if state.placement.workers}
+    assert sorted(running) == ["hopeless", "late"]
+    started = [ev.GangStarted(name, placement) for name, placement in sorted(running.items())]
+    decisions = scheduler.reported(started, 9.0)
+    assert of(decisions, de.AtRisk) == [(de.AtRisk, "hopeless")]
+    assert of(decisions, de.Suspend, de.Resize) == []
+    deadlines = {"late": 50, "behind": 60, "next": 85, "last": 90}
+    assert all(scheduler.plan_of(name).finish_s <= deadline for name, deadline in deadlines.items())
+
+
 def test_who_runs_does_not_move_while_those_behind_it_can_wait(make_job, nodes) -> None:
     """To move costs a start-up, too, though other slots are free now."""
     scheduler = Scheduler(CONFIG, nodes(2, 2))
