@@ -45,14 +45,14 @@ class Trial:
         if self.service is not None:
             self.service.terminate()
             self.service.wait(30.0)
+        self.kill_supervisors()
+        nobody_is_left(self.state_dir)
+
+    def kill_supervisors(self) -> None:
         for status_file in self.state_dir.glob("jobs/*/i*/supervisors/*/status.json"):
             status = SupervisorFolder(status_file.parent).read_status()
             if status is not None and status.supervisor is not None:
                 status.supervisor.kill()
-        end = time.monotonic() + 30
-        while left := processes_of(self.state_dir):
-            assert time.monotonic() < end, left
-            time.sleep(0.1)
 
     def submit(self, task: str, epochs: int, **given: Any) -> str:
         submission = JobSubmission(
@@ -130,6 +130,14 @@ def trial_parts(
     client = open_client(Endpoint(socket_path=state_dir / "service.sock"))
     client.retry_for_s = 60.0
     return daemons, client, state_dir, snapshot_script(script)
+
+
+def nobody_is_left(state_dir: Path) -> None:
+    """Wait until no process belongs to a state directory any more."""
+    end = time.monotonic() + 30
+    while left := processes_of(state_dir):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -6,17 +6,15 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.training_scripts import BATCH, COUNTING, SAMPLES, STEPS_PER_EPOCH
-from support.trial import processes_of, trial_parts
+from support.training_scripts import COUNTING, STEPS_PER_EPOCH
+from support.trial import Trial, nobody_is_left, trial_parts
 
-from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
-from elasticflow_airflow.client import ElasticFlowClient
 from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder
 from elasticflow_airflow.engines.local.machine.processes import ProcessId, children_of
 from elasticflow_airflow.runtime.protocol import read_reports, report_path
@@ -25,27 +23,16 @@ pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflo
 
 
 @dataclass
-class Trial:
-    """A service with two CPU slots on a state directory, that is killed and started again, and its jobs."""
+class KilledTrial(Trial):
+    """A service that is killed and started again, and its jobs."""
 
-    daemons: Any
-    client: ElasticFlowClient
-    state_dir: Path
-    snapshot: Any
     settings: dict[str, object] = field(default_factory=dict)
-    service: subprocess.Popen[bytes] | None = None
-    claims: dict[str, int] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
     kills: int = 0
 
     def start(self, crash_at: int = 0) -> None:
-        self.service = self.daemons.popen(
-            "state",
-            engine="local",
-            slots=2,
-            crash_at=crash_at,
-            **{"checkpoint_interval_s": 5, "profile_s": 1, **self.settings},
-        )
+        settings = {"checkpoint_interval_s": 5, "profile_s": 1, **self.settings}
+        self.service = self.daemons.popen("state", engine="local", slots=2, crash_at=crash_at, **settings)
 
     def kill(self) -> None:
         assert self.service is not None
@@ -54,31 +41,13 @@ class Trial:
         self.kills += 1
 
     def submit(self, task: str, epochs: int, **given: Any) -> str:
-        submission = JobSubmission(
-            identity=JobIdentity(dag_id="daily", run_id="run1", task_id=task),
-            command=Command(snapshot=self.snapshot.sha256, script="train.py", args=(str(epochs),)),
-            length=Length(epochs=epochs, samples=SAMPLES),
-            global_batch_size=BATCH,
-            **({"best_effort": True} if "deadline_at" not in given else {}),
-            **given,
-        )
-        self.client.upload_snapshot(self.snapshot)
-        job_id = submission.identity.job_id
-        self.claims[job_id] = self.client.submit(submission).claim
+        job_id = super().submit(task, epochs, **given)
         self.epochs[job_id] = epochs
         return job_id
 
-    def wait(self, condition: Callable[[], Any], what: str, limit_s: float = 120.0) -> Any:
-        end = time.monotonic() + limit_s
-        while not (value := condition()):
-            assert time.monotonic() < end, f"waited {limit_s} s in vain: {what}\n{self.story()}"
-            time.sleep(0.01)
-        return value
-
     def story(self) -> str:
         """What has happened, for a test that failed."""
-        events = [event for job_id in self.claims for event in self.client.events(job_id)]
-        lines = [f"{event.at:.1f} {event.job_id} {event.kind}: {event.reason}" for event in events]
+        lines = [super().story()]
         for path in sorted(self.state_dir.glob("jobs/*/i*/supervisors/*/*")):
             lines.append(f"{path.stat().st_mtime:.1f} {path.relative_to(self.state_dir)}")
             if path.name == "supervisor.log":
@@ -128,24 +97,18 @@ class Trial:
         assert self.service is not None
         self.service.terminate()
         assert self.service.wait(30.0) == 0
-        end = time.monotonic() + 30
-        while left := processes_of(self.state_dir):
-            assert time.monotonic() < end, left
-            time.sleep(0.1)
+        nobody_is_left(self.state_dir)
         return last_end
 
 
 @pytest.fixture
-def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
-    trial = Trial(*trial_parts(daemons, open_client, tmp_path, monkeypatch, COUNTING))
+def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KilledTrial]:
+    trial = KilledTrial(*trial_parts(daemons, open_client, tmp_path, monkeypatch, COUNTING))
     yield trial
     # A test that failed leaves no trainer behind either.
     if trial.service is not None:
         trial.service.kill()
-    for status_file in trial.state_dir.glob("jobs/*/i*/supervisors/*/status.json"):
-        status = SupervisorFolder(status_file.parent).read_status()
-        if status is not None and status.supervisor is not None:
-            status.supervisor.kill()
+    trial.kill_supervisors()
 
 
 @pytest.mark.slow
