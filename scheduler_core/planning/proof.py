@@ -37,11 +37,11 @@ def prove(
     extra: dict[str, int] = {}
     top = max((work.sizes[-1] for work in ordered if work.sizes), default=1)
     late: str | None = None
-    spare, affordable = _SPARE if len(ordered) >= _MANY else 0, True
+    spare, more = _SPARE if len(ordered) >= _MANY else 0, _SPARE
     for _ in range(rounds):
         shares, unfit = fill(free.copy(top), ordered, now, extra, shape, spare)
         if unfit is not None and spare:
-            spare, affordable = 0, False
+            spare = more = 0
             shares, unfit = fill(free.copy(top), ordered, now, extra, shape)
         if unfit is not None:
             return None, unfit
@@ -55,7 +55,7 @@ def prove(
             return courses, None
         for late in unpaid:
             extra[late] = max(extra.get(late, 0) + 1, migrations.get(late, 0))
-        spare += _SPARE if affordable else 0
+        spare += more
     return None, late
 
 

@@ -83,16 +83,22 @@ def test_a_second_task_sets_the_node_aside_until_somebody_says_that_it_stays(wor
     world.until(lambda: world.status(wide).workers == 4, "all slots are used")
 
 
-@pytest.mark.trouble
-def test_what_trains_on_a_node_that_is_set_aside_waits_where_there_is_no_other_room(make_world):
-    world = make_world(nodes=2, slots=4)
+def trains_beside(world):
+    """A job that trains on one of four slots, its node, and two slots beside it."""
     good = world.submit(task="good", steps=3000, fake={"in_place": True}, **ONE)
     world.until(lambda: world.status(good).step > 20, "it trains")
     ((home, mine),) = world.status(good).slots
+    first, second, _ = (f"{home}:{index}" for index in range(4) if index != mine)
+    return good, home, first, second
+
+
+@pytest.mark.trouble
+def test_what_trains_on_a_node_that_is_set_aside_waits_where_there_is_no_other_room(make_world):
+    world = make_world(nodes=2, slots=4)
+    good, home, first, second = trains_beside(world)
     four = {"scaling_curve": {4: 32.0}, "min_workers": 4, "max_workers": 4}
     elsewhere = world.submit(task="elsewhere", steps=10**6, **four)
     world.until(lambda: world.status(elsewhere).step > 20, "the other node is full")
-    first, second, _ = (f"{home}:{index}" for index in range(4) if index != mine)
     one = meet(world, "one", first)
     assert world.ended(one).state == "succeeded"
     other = meet(world, "other", second)
@@ -113,10 +119,7 @@ def test_what_trains_on_a_node_that_is_set_aside_waits_where_there_is_no_other_r
 @pytest.mark.trouble
 def test_what_trains_on_a_node_that_is_set_aside_moves_where_there_is_room(make_world):
     world = make_world(nodes=2, slots=4)
-    good = world.submit(task="good", steps=3000, fake={"in_place": True}, **ONE)
-    world.until(lambda: world.status(good).step > 20, "it trains")
-    ((home, mine),) = world.status(good).slots
-    first, second, _ = (f"{home}:{index}" for index in range(4) if index != mine)
+    good, home, first, second = trains_beside(world)
     for task, broken in (("one", first), ("other", second)):
         assert world.ended(meet(world, task, broken)).state == "succeeded"
     world.run(20)
