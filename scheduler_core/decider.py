@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from elasticflow_airflow.scheduler_core.cluster.placement import level_of
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
@@ -41,6 +42,7 @@ from elasticflow_airflow.scheduler_core.model.values import (
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding
 from elasticflow_airflow.scheduler_core.model.work import plan_of as public_plan
 from elasticflow_airflow.scheduler_core.planning.admission import AdmissionControl, AdmissionVerdict, no_block
+from elasticflow_airflow.scheduler_core.planning.lookahead import Expected, Lookahead
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
 from elasticflow_airflow.scheduler_core.planning.protection_price import Arrival, Protection, footprint_of
@@ -63,6 +65,7 @@ class Decider:
         self._promises = 0
         self._put_off: list[Reason] | None = None
         """While decisions are made together: the reasons to plan once after all of them. None: plan at once."""
+        self._lookahead = Lookahead()
         self._expiring = False
         """Whether the loop over jobs whose measuring takes too long is running."""
         self._protection: Protection | None = None
@@ -276,8 +279,10 @@ class Decider:
         layout = self.state.layout
         planner = self.state.planner_over(jobs, now)
         if runs:
-            planner.expected = keepable(planner, reserved(runs, layout, self.config, self.state.calendar.policy, now))
-        return AdmissionControl(planner, live, self._protection, thorough=thorough).decide()
+            stand_ins = reserved(runs, layout, self.config, self.state.calendar.policy, now)
+            kept = self._lookahead.keeps(planner, stand_ins)
+            planner.expected = stand_ins if kept else keepable(planner, stand_ins)
+        return AdmissionControl(planner, live, self._protection, thorough=thorough, lookahead=self._lookahead).decide()
 
     def admit(self, live: LiveJob, verdict: AdmissionVerdict, terms: Terms, now: float) -> list[Decision]:
         """Promise the deadline, and adopt the plan that proves it.
@@ -383,22 +388,40 @@ class Decider:
     ) -> list[Decision]:
         """Decide on jobs one by one, in order, and plan once for all the consequences.
 
-        Each verdict is proven beside all existing promises, as if the job had been submitted alone. The remaining
-        capacity for other jobs and growth is allocated at the end.
+        Each verdict is proven beside all existing promises, as if the job had been submitted alone; several may be
+        proven by one plan. The remaining capacity for other jobs and growth is allocated at the end.
         """
         put_off: list[Reason] = []
         out = self._catch_up(now)
-        self._put_off = put_off
+        self._put_off, lookahead = put_off, self._lookahead
+        lookahead.begin()
+        coming = iter(jobs)
         try:
-            out += [decision for job in jobs for decision in decide(job)]
+            while some := list(islice(coming, lookahead.most)):
+                lookahead.expect(one for job in some if (one := self._expected(job, now)) is not None)
+                for newcomer in some:
+                    out += decide(newcomer)
+                    lookahead.settled(newcomer.job_id)
         finally:
             self._put_off = None
+            lookahead.begin()
         self.state.forget_what_was_cut()
         rest = self.replan(now, among(put_off), retry=False) if put_off else self.state.wake(now)
         for i, decision in enumerate(out):
             if isinstance(decision, Admit) and (job := self.state.jobs.get(decision.job_id)) is not None:
                 out[i] = replace(decision, plan=self.plan_now(job))
         return out + rest
+
+    def _expected(self, job: Job, now: float) -> Expected | None:
+        """Return a job that is decided on soon; None if it has no deadline, or cannot keep it."""
+        if job.deadline_s is None or job.curve is None or job.job_id in self.state.jobs:
+            return None
+        work = self.newcomer(job, now).work(self.state.layout, self.config)
+        work = replace(work, limit_s=job.deadline_s - self.config.deadline_margin_s)
+        if not work.sizes or work.speeds[work.sizes[-1]] <= 0.0 or work.soonest_s(now) > work.limit_s:
+            return None
+        run = self.state.calendar.match(job.task, now)
+        return Expected(work, None if run is None else stand_in_id(run.run_id))
 
     def _wake(self, now: float) -> list[Decision]:
         """Return when the plan next requires an action; once at the end if decisions are made together."""

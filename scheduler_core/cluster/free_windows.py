@@ -64,18 +64,44 @@ def first_window(
 
     ``later``: skip the current segment and begin at the next change of bookings.
     """
-    times, taken, everything = book.times, book.taken, book.everything
-    i = max(1 if later else 0, bisect_left(times, book.vain.until(size, seconds)))
-    found: tuple[float, int] | None = None
-    while i < len(times) and times[i] <= latest_s and times[i] < INFINITY:
-        free, blocked = _while_free(times, taken, everything, i, times[i] + seconds, layout, size)
-        if blocked is None:
-            found = times[i], layout.find(free, size)
-            break
-        i = _after(taken, everything, blocked, layout, size)
-    if not later:
-        book.vain.note(size, seconds, times[i] if i < len(times) else INFINITY)
+    begin = book.vain.until(size, seconds)
+    if later:
+        begin = max(begin, book.times[1] if len(book.times) > 1 else INFINITY)
+        return _search(book, layout, size, seconds, begin, latest_s)[0]
+    found, until = _search(book, layout, size, seconds, begin, latest_s)
+    book.vain.note(size, seconds, until)
     return found
+
+
+def first_window_from(
+    book: Booked, layout: Layout, size: int, seconds: float, begin_s: float, latest_s: float, vain: Vain
+) -> tuple[float, int] | None:
+    """Find the first block from ``begin_s`` on, as :func:`first_window` does.
+
+    ``vain`` caches failed searches that begin at the same time.
+    """
+    begin = max(begin_s, vain.until(size, seconds))
+    found, until = _search(book, layout, size, seconds, begin, latest_s)
+    vain.note(size, seconds, until)
+    return found
+
+
+def _search(
+    book: Booked, layout: Layout, size: int, seconds: float, begin_s: float, latest_s: float
+) -> tuple[tuple[float, int] | None, float]:
+    """Return the first block from ``begin_s`` on (or None), and a time before which there is none."""
+    times, taken, everything = book.times, book.taken, book.everything
+    i = max(0, bisect_right(times, begin_s) - 1)
+    start = max(times[i], begin_s)
+    while start <= latest_s and start < INFINITY:
+        free, blocked = _while_free(times, taken, everything, i, start + seconds, layout, size)
+        if blocked is None:
+            return (start, layout.find(free, size)), start
+        i = _after(taken, everything, blocked, layout, size)
+        if i == len(times):
+            return None, INFINITY
+        start = times[i]
+    return None, start
 
 
 def _while_free(

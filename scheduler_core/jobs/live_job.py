@@ -80,6 +80,8 @@ class LiveJob:
     reservation: Course | None = None
     """The slots reserved for it before it was submitted, until it is decided on."""
     _work: Work | None = None
+    _limited: tuple[Work, Work] | None = None
+    """Its work, and that as last limited by :meth:`limited`."""
 
     @classmethod
     def newcomer(cls, job: Job, number: int, now: float, *, best_effort: bool) -> Self:
@@ -116,11 +118,17 @@ class LiveJob:
 
     def constants(self) -> tuple[object, ...]:
         """Return those field values that are replaced and never mutated."""
-        return self.job, self.placement, self.told, self.course, self.reservation, self._work
+        return self.job, self.placement, self.told, self.course, self.reservation, self._work, self._limited
 
     def changed(self) -> None:
         """Discard what was derived from the fields."""
         self._work = None
+
+    def limited(self, work: Work, limit_s: float) -> Work:
+        """Return ``work`` (of this job) with another limit; the same object as long as neither changes."""
+        if self._limited is None or self._limited[0] is not work or self._limited[1].limit_s != limit_s:
+            self._limited = work, replace(work, limit_s=limit_s)
+        return self._limited[1]
 
     def sizes(self, largest: int, config: SchedulerConfig) -> dict[int, float]:
         """Return the usable sizes on this cluster with their planned speeds; speed 0 if nothing is known."""

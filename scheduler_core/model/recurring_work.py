@@ -193,12 +193,17 @@ class Calendar:
 
     def take(self, task: str, now: float) -> ExpectedRun | None:
         """Remove and return the expected run that a submission of ``task`` at ``now`` matches, if any."""
-        due = [run for run in self.runs.values() if run.task == task and run.due_s - self.policy.early_s <= now]
-        if not task or not due:
-            return None
-        run = min(due, key=lambda run: (run.due_s, run.run_id))
-        self.forget(run.run_id)
+        run = self.match(task, now)
+        if run is not None:
+            self.forget(run.run_id)
         return run
+
+    def match(self, task: str, now: float) -> ExpectedRun | None:
+        """Return the expected run that a submission of ``task`` at ``now`` matches, if any."""
+        if not task:
+            return None
+        due = [run for run in self.runs.values() if run.task == task and run.due_s - self.policy.early_s <= now]
+        return min(due, key=lambda run: (run.due_s, run.run_id), default=None)
 
     def next_expiry(self) -> float | None:
         """Return the time at which the next run is released if it does not come."""

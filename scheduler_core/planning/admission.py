@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
@@ -18,6 +19,7 @@ from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.allocation import share_later, share_now
+from elasticflow_airflow.scheduler_core.planning.lookahead import Lookahead
 from elasticflow_airflow.scheduler_core.planning.minimum_share import fill, minimum_share
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
@@ -55,20 +57,46 @@ def no_block(job: Job, layout: Layout, now: float) -> Reason:
 class AdmissionControl:
     """Admission of one newcomer beside the jobs of a planner."""
 
-    def __init__(self, planner: Planner, newcomer: LiveJob, protection: Protection | None, *, thorough: bool) -> None:
-        """``thorough``: try other orders, too, and give a reason and an offer if refused; else a quick yes or no."""
+    def __init__(
+        self,
+        planner: Planner,
+        newcomer: LiveJob,
+        protection: Protection | None,
+        *,
+        thorough: bool,
+        lookahead: Lookahead,
+    ) -> None:
+        """``thorough``: try other orders, too, and give a reason and an offer if refused; else a quick yes or no.
+
+        ``lookahead``: the newcomers that are decided on next.
+        """
+        self.lookahead = lookahead
         self.planner = planner
         self.job = newcomer
         self.protection = protection
         self.thorough = thorough
         self.priced_out = False
         """Whether the last try failed because of what is kept free for others, regardless of other capacity."""
-        self.stored = planner.reserve(planner.stored())
-        self.stored.drop(newcomer.job_id)
-        self.room = beside(self.stored, planner.expected) if planner.expected else self.stored
+
+    @cached_property
+    def stored(self) -> Draft:
+        """The stored plan without the newcomer."""
+        stored = self.planner.reserve(self.planner.stored())
+        stored.drop(self.job.job_id)
+        return stored
+
+    @cached_property
+    def room(self) -> Draft | None:
         """The stored plan with the expected runs beside it; None if they do not all fit there."""
-        self.base_known = False
-        self.base: Draft | None = None
+        return beside(self.stored, self.planner.expected) if self.planner.expected else self.stored
+
+    @cached_property
+    def base(self) -> Draft | None:
+        """A fresh plan of the other promises; None if even they cannot be proven without the newcomer."""
+        base = self.planner.fresh(guarded=True)
+        if base is not None:
+            base.drop(self.job.job_id)
+        return base
 
     def decide(self) -> AdmissionVerdict:
         """Try everything for the newcomer's own deadline."""
@@ -106,15 +134,6 @@ class AdmissionControl:
             )
         return None
 
-    def _base_draft(self) -> Draft | None:
-        """Return a fresh plan of the other promises; None if even they cannot be proven without the newcomer."""
-        if not self.base_known:
-            self.base_known = True
-            self.base = self.planner.fresh(guarded=True)
-            if self.base is not None:
-                self.base.drop(self.job.job_id)
-        return self.base
-
     def _try(self, work: Work, limit: float, rescue: int) -> Draft | None:
         newcomer = replace(work, limit_s=limit)
         if self.planner.now + self._least(work) > limit + TOLERANCE_S:
@@ -124,23 +143,25 @@ class AdmissionControl:
             found = self._as_reserved(newcomer, limit)
             self.priced_out = found is None
             return found
+        draft = self.lookahead.found(self.planner, newcomer)
+        if draft is not None:
+            return self.planner.unguarded(draft)
         if self.room is not None and (course := share_now(self.room, newcomer, limit)) is not None:
             return self._with(self.room, course)
-        draft = self.planner.fresh(newcomer, guarded=True)
+        draft = self.lookahead.plan(self.planner, newcomer)
         if draft is not None:
             return self.planner.unguarded(draft)
         if self.room is not None and (course := share_later(self.room, newcomer, limit)) is not None:
             return self._with(self.room, course)
-        base = self._base_draft()
-        if base is not None:
-            course = share_later(base, newcomer, limit)
+        if self.base is not None:
+            course = share_later(self.base, newcomer, limit)
             if course is not None:
-                return self.planner.unguarded(self._with(base, course))
+                return self.planner.unguarded(self._with(self.base, course))
         # Tried late, because the other ways often find a smaller share and leave the rest of the reservation to others.
         if (found := self._as_reserved(newcomer, limit)) is not None:
             return found
         if rescue:
-            draft = self.planner.rescued(newcomer, rescue)
+            draft = self.lookahead.rescue(self.planner, newcomer, rescue)
             if draft is not None:
                 return self.planner.unguarded(draft)
         return None
@@ -200,7 +221,7 @@ class AdmissionControl:
         """Return the earliest deadline that would be admitted now, by bisection from impossible to surely possible."""
         config, now = self.planner.config, self.planner.now
         certain = INFINITY
-        for draft in (self.room, self._base_draft()):
+        for draft in (self.room, self.base):
             if draft is not None:
                 course = share_later(draft, replace(work, limit_s=INFINITY), INFINITY)
                 if course is not None:
@@ -292,7 +313,7 @@ class AdmissionControl:
                 deadline=deadline,
             )
         size, needed = enough
-        base = self._base_draft() or self.stored
+        base = self.base or self.stored
         worst, free = self._scarcest(base, size, limit)
         slots = self.planner.layout.usable_at(now).bit_count()
         others = sum(1 for job in self.planner.jobs if job.promised)

@@ -20,7 +20,7 @@ from elasticflow_airflow.scheduler_core.planning.allocation import as_soon_as_po
 from elasticflow_airflow.scheduler_core.planning.exploring import try_next_size
 from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft, mask_at
-from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, prove, rescues
+from elasticflow_airflow.scheduler_core.planning.proof import Attempt, deadline_order, prove, rescues
 from elasticflow_airflow.scheduler_core.planning.salvaging import salvage
 
 _LEAST_ROUNDS = 3
@@ -70,7 +70,7 @@ class Planner:
         if margin == 0.0 or work.limit_s == INFINITY:
             return work
         planned = job.course.promised_s if job.course is not None else INFINITY
-        return replace(work, limit_s=max(work.limit_s - margin, min(work.limit_s, planned)))
+        return job.limited(work, max(work.limit_s - margin, min(work.limit_s, planned)))
 
     def promised(self) -> list[Work]:
         """Return the jobs whose promise every plan must keep, as work."""
@@ -154,21 +154,31 @@ class Planner:
         ``guarded``: include the turns of best-effort jobs that waited too long and the needs of jobs at risk, as
         stand-ins that :meth:`unguarded` drops, and the expected runs, whose stand-ins stay as their reservations.
         """
-        works = self._works(newcomer, guarded=guarded)
+        works = self.works(newcomer, guarded=guarded)
         draft, _ = self._proven(deadline_order(works), self.config.proof_rounds)
-        return draft if draft is not None or not rescue else self._rescued(works, rescue)
+        if draft is None and rescue and (found := self._rescued(works, rescue)) is not None:
+            draft, _ = found
+        return draft
 
-    def rescued(self, newcomer: Work, rescue: int) -> Draft | None:
-        """Plan as :meth:`fresh` does if ``guarded``, for a newcomer for whom that has failed: in other orders only."""
-        return self._rescued(self._works(newcomer, guarded=True), rescue)
+    def rescued(self, newcomer: Work, rescue: int) -> tuple[Draft, Attempt] | None:
+        """Plan as :meth:`fresh` does if ``guarded``, for a newcomer for whom that has failed: in other ways only.
 
-    def _works(self, newcomer: Work | None, *, guarded: bool) -> list[Work]:
+        Also returns what has succeeded.
+        """
+        return self._rescued(self.works(newcomer, guarded=True), rescue)
+
+    def attempt(self, attempt: Attempt, rounds: int) -> Draft | None:
+        """Plan this work in this way; None if that does not prove it in so many rounds."""
+        return self._proven(attempt.order, rounds, attempt.shape)[0]
+
+    def works(self, newcomer: Work | None, *, guarded: bool) -> list[Work]:
+        """Return what a fresh plan must have; ``guarded`` as for :meth:`fresh`."""
         works = self.promised()
         if guarded:
             works += [*self.turns(), *self.kept_at_risk(), *self.expected]
         return works if newcomer is None else [*works, newcomer]
 
-    def _rescued(self, works: Sequence[Work], rescue: int) -> Draft | None:
+    def _rescued(self, works: Sequence[Work], rescue: int) -> tuple[Draft, Attempt] | None:
         if not all(work.sizes for work in works):
             return None
         rounds = min(self.config.proof_rounds, max(_LEAST_ROUNDS, self.config.proof_effort // (len(works) + 1)))
@@ -177,7 +187,7 @@ class Planner:
         while attempt is not None:
             draft, unfit = self._proven(attempt.order, rounds, attempt.shape)
             if draft is not None:
-                return draft
+                return draft, attempt
             try:
                 attempt = attempts.send(unfit)
             except StopIteration:

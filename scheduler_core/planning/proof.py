@@ -7,15 +7,20 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
-from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings, FreeCapacity
+from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of
+from elasticflow_airflow.scheduler_core.planning.allocation import share_later
 from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape, fill
+from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.share_placement import NoPlaceError, place
 
 _SPARE = 3
 """How many spare pauses all jobs get in the second round, and how many more in each further one."""
 _MANY = 256
 """From this many jobs on, some are surely migrated, and the first round has spare pauses, too."""
+
+_FEW = 8
+"""So many jobs that cannot pay for their migrations get other slots, if there are any."""
 
 
 def prove(
@@ -60,28 +65,50 @@ def prove(
 
 
 def _unpaid(layout: Layout, courses: dict[str, Course], works: Sequence[Work], now: float) -> list[str]:
-    """Return the jobs that end late because of their migrations, and cannot hold their last slots for longer.
+    """Return the jobs that end late because of their migrations, and cannot be helped where the others leave room.
 
-    Those that can, do: ``courses`` changes.
+    Those that can hold their last slots for longer, do; few others get other slots. ``courses`` changes.
     """
     late = [work for work in works if courses[work.job_id].promised_s > work.limit_s + TOLERANCE_S]
     if not late:
         return []
-    book = Bookings.of(layout, now, (holding for course in courses.values() for holding in course.holdings))
-    unpaid: list[str] = []
+    draft = Draft(layout, now, courses)
+    rest: list[Work] = []
     for work in late:
-        holdings = courses[work.job_id].holdings
-        if not holdings:
+        course = _longer(draft, work, courses[work.job_id].holdings)
+        if course is None:
+            rest.append(work)
+        else:
+            courses[work.job_id] = course
+    if len(rest) > _FEW:
+        return [work.job_id for work in rest]
+    unpaid: list[str] = []
+    for work in rest:
+        before = draft.drop(work.job_id)
+        course = share_later(draft, work, work.limit_s)
+        if course is not None:
+            draft.put(work.job_id, course)
+            courses[work.job_id] = course
+        else:
             unpaid.append(work.job_id)
-            continue
-        *before, last = holdings
-        course = course_of(work, [*before, last._replace(end_s=INFINITY)], now)
-        if course.promised_s > work.limit_s + TOLERANCE_S or book.free_until(last.mask, last.end_s) < course.promised_s:
-            unpaid.append(work.job_id)
-            continue
-        book.take(Holding(last.end_s, course.promised_s, last.mask))
-        courses[work.job_id] = course
+            if before is not None:
+                draft.put(work.job_id, before)
     return unpaid
+
+
+def _longer(draft: Draft, work: Work, holdings: Sequence[Holding]) -> Course | None:
+    """Book the last slots of a late job for as long as it needs them; None if that is too late, or they are taken."""
+    if not holdings:
+        return None
+    *before, last = holdings
+    course = course_of(work, [*before, last._replace(end_s=INFINITY)], draft.now)
+    if course.promised_s > work.limit_s + TOLERANCE_S:
+        return None
+    if draft.book.free_until(last.mask, last.end_s) < course.promised_s:
+        return None
+    draft.drop(work.job_id)
+    draft.put(work.job_id, course)
+    return course
 
 
 def deadline_order(works: Sequence[Work]) -> list[Work]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from elasticflow_airflow.scheduler_core.cluster.free_windows import Vain, first_window_from
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.jobs.learned_speed import promised
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
@@ -176,9 +177,12 @@ def _place(draft: Draft, works: Sequence[Work]) -> list[Work]:
     for work in deadline_order(works):
         before = draft.courses.get(work.job_id)
         (placed if before is not None and _does(work, before, draft.now) else anew).append(work)
+    vain: dict[float, Vain] = {}
     for work in anew:
         before = draft.drop(work.job_id)
-        course = place_from(draft, work) or before
+        if before is not None:
+            vain.clear()
+        course = place_from(draft, work, vain) or before
         if course is not None:
             draft.put(work.job_id, course)
             placed.append(work)
@@ -194,18 +198,23 @@ def _does(work: Work, course: Course, now: float) -> bool:
     )
 
 
-def place_from(draft: Draft, work: Work) -> Course | None:
-    """Find the earliest start from the release on that keeps the limit in free slots, with the smallest such size."""
-    book, limit = draft.book, work.limit_s + TOLERANCE_S / 2
-    release = max(work.release_s, draft.now)
-    for start in [release, *(when for when in book.times if when > release)]:
-        if start == INFINITY or start + work.least_time_s() > limit:
-            break
-        for size in work.sizes:
-            end = start + work.startup_s + work.remaining / work.speeds[size] + work.tail_s
-            if end > limit:
-                continue
-            block = draft.layout.find(book.free_over(start, end), size)
-            if block:
-                return Course((Holding(start, end, block),), end - work.tail_s, end)
-    return None
+def place_from(draft: Draft, work: Work, vain: dict[float, Vain] | None = None) -> Course | None:
+    """Find the earliest start from the release on that keeps the limit in free slots, with the smallest such size.
+
+    ``vain`` caches failed searches in this draft by the time at which they begin, as long as no slots are given back.
+    """
+    limit, release = work.limit_s + TOLERANCE_S / 2, max(work.release_s, draft.now)
+    failed = Vain() if vain is None else vain.setdefault(release, Vain())
+    best: Course | None = None
+    latest = INFINITY
+    for size in work.sizes:
+        seconds = work.startup_s + work.remaining / work.speeds[size] + work.tail_s
+        if release + seconds > limit:
+            continue
+        by = min(limit - seconds, latest)
+        found = first_window_from(draft.book, draft.layout, size, seconds, release, by, failed)
+        if found is not None and found[0] < latest:
+            start, block = found
+            latest, end = start, start + seconds
+            best = Course((Holding(start, end, block),), end - work.tail_s, end)
+    return best

@@ -390,7 +390,6 @@ class JobService:
             value=submission.value,
         )
         tx.add(row)
-        tx.session.flush()
         return row
 
 

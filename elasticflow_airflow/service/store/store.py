@@ -188,8 +188,9 @@ class Reader:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._loaded: list[HistoryRow | RecurringTaskRow] = []
-        """Keeps the rows referenced: a session drops rows without references."""
+        self._histories: dict[str, dict[str, HistoryRow]] = {}
+        self._tasks: dict[str, RecurringTaskRow | None] = {}
+        """What was loaded in advance, by recurring key: none of a task that is new."""
 
     def job(self, job_id: str) -> JobRow | None:
         """Return the job with this id, or None."""
@@ -586,11 +587,13 @@ class Reader:
 
     def history(self, recurring_key: str, signature: str) -> HistoryRow | None:
         """Return the history of a task's past runs for one signature."""
-        return self.session.get(HistoryRow, (recurring_key, signature))
+        known = self._histories.get(recurring_key)
+        return self.session.get(HistoryRow, (recurring_key, signature)) if known is None else known.get(signature)
 
     def recurring_task(self, recurring_key: str) -> RecurringTaskRow | None:
         """Return what is stored about the runs of a recurring task."""
-        return self.session.get(RecurringTaskRow, recurring_key)
+        known = recurring_key in self._tasks
+        return self._tasks[recurring_key] if known else self.session.get(RecurringTaskRow, recurring_key)
 
     def recurring_tasks(self) -> list[RecurringTaskRow]:
         """Return all recurring tasks with a run that is due."""
@@ -605,13 +608,15 @@ class Reader:
     def load_histories(self, recurring_keys: Sequence[str]) -> None:
         """Load the histories of these tasks (a few hundred at most) in one query; :meth:`history` then needs none."""
         query = sa.select(HistoryRow).where(HistoryRow.recurring_key.in_(recurring_keys))
-        self._loaded = list(self.session.scalars(query))
+        self._histories = {key: {} for key in recurring_keys}
+        for row in self.session.scalars(query):
+            self._histories[row.recurring_key][row.signature] = row
 
     def load_tasks(self, recurring_keys: Sequence[str]) -> None:
         """Load these tasks, too, and not only their histories: :meth:`recurring_task` then needs no query either."""
         if recurring_keys:
             self.load_histories(recurring_keys)
-            self._loaded += self.recurring_tasks_of(recurring_keys).values()
+            self._tasks = {**dict.fromkeys(recurring_keys), **self.recurring_tasks_of(recurring_keys)}
 
     def last_success(self, recurring_key: str, other_than: str) -> IncarnationRow | None:
         """Return the newest successful incarnation of a recurring task, from a run other than this job."""
