@@ -51,8 +51,9 @@ class Lookahead:
         """How many newcomers of this moment no other way has helped."""
 
     def begin(self) -> None:
-        """Another moment: what was planned does not count any more."""
-        self._coming, self._draft, self._proven, self._in_vain = {}, None, {}, 0
+        """Another moment: what was planned does not count any more, and neither does what did not fit."""
+        self._coming, self._draft, self._proven = {}, None, {}
+        self.most, self._in_vain = _MOST, 0
 
     def expect(self, newcomers: Iterable[Expected]) -> None:
         """Register the newcomers that are decided on next, in order."""
@@ -71,7 +72,12 @@ class Lookahead:
             return planner.fresh(newcomer, guarded=True)
         works = planner.works(newcomer, guarded=True)
         self._draft = self._with_others(planner, newcomer, works)
-        return planner.fresh(newcomer, guarded=True) if self._draft is None else self._only(works)
+        if self._draft is not None:
+            return self._only(works)
+        alone = planner.fresh(newcomer, guarded=True)
+        if alone is not None:
+            self.most = min(_MOST, 2 * self.most)
+        return alone
 
     def found(self, planner: Planner, newcomer: Work) -> Draft | None:
         """Return the last plan for this newcomer, as :meth:`plan` would; None if it does not have everything."""

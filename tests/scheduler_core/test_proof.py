@@ -69,6 +69,21 @@ def test_who_was_moved_and_cannot_be_paid_is_not_promised() -> None:
     assert prove(layout, FreeCapacity(layout, 0.0), deadline_order(works), 0.0, 0, 8)[0] is None
 
 
+def test_who_was_moved_and_cannot_stay_gets_other_slots() -> None:
+    """``e`` trains where ``b`` must begin, and nobody can make room for a pause of it: it goes on when ``a`` is done."""
+    works = [
+        work_of("a", 400.0, 65.0, 0b100000, 1),
+        work_of("b", 900.0, 85.0, 0, 2),
+        work_of("c", 600.0, 55.0, 0, 4),
+        work_of("d", 600.0, 100.0, 0, 1),
+        work_of("e", 200.0, 85.0, 0b1, 1),
+    ]
+    courses = proven(nodes_of(4, 2), works, rounds=1)
+    assert disjoint(list(courses.values()))
+    assert all(courses[work.job_id].promised_s <= work.limit_s for work in works)
+    assert courses["e"].holdings[0].start_s == courses["a"].holdings[-1].end_s
+
+
 def test_spare_pauses_delay_the_end_only_and_never_beyond_the_limit() -> None:
     free = FreeCapacity(nodes_of(2), 0.0)
     works = [work_of("near", 500.0, 70.0, most=1), work_of("far", 500.0, 1000.0, most=1)]

@@ -54,6 +54,9 @@ def store(database_url: str) -> Iterator[Store]:
     found.close()
 
 
+SAMPLE = {"incarnation": 1, "number": 3, "at": 1.0, "step": 3, "loss": None, "steps_per_s": None, "workers": 1}
+
+
 def add_job(tx: Writer, job_id: str = "daily-train-1", dag_id: str = "daily", **given) -> IncarnationRow:
     identity = JobIdentity(dag_id=dag_id, run_id="run1", task_id="train")
     tx.add(
@@ -512,15 +515,59 @@ def test_samples_are_thinned_to_multiples(store):
         assert len(reader.samples("b-1", 1)) == 8
 
 
+def test_rows_are_written_together_if_the_same_columns_changed(store):
+    """Jobs in different phases change in different columns: in order of their keys, these alternate."""
+    names = [f"j-{number}" for number in range(8)]
+    with store.write() as tx:
+        for name in names:
+            add_job(tx, name)
+    said: list[str] = []
+    sa.event.listen(store.engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+    with unit_of_work(store) as work:
+        rows = sorted((row for _, row in work.current_rows), key=lambda row: row.job_id)
+        for number, row in enumerate(rows):
+            row.step, row.speeds = 10 + number, {1: 1.0 + number}
+            if number % 2:
+                row.loss = float(number)
+            row.at_risk = row.at_risk  # what did not change is not written
+        work.add_samples([{**SAMPLE, "job_id": name, "loss": 1.0 if name > "j-3" else None} for name in names])
+        said.clear()
+        work.commit()
+        assert len([one for one in said if one.startswith("UPDATE")]) == 2
+        assert len([one for one in said if one.startswith("INSERT")]) == 1
+        assert not any("at_risk" in one for one in said)
+        assert not [one for one in said if one.startswith("SELECT") and " job" in one], "nothing is read again"
+        assert rows[3].speeds == {1: 4.0}
+    with store.read() as reader:
+        rows = [reader.incarnation(name, 1) for name in names]
+        assert [(row.step, row.loss, row.speeds) for row in rows] == [
+            (10 + number, float(number) if number % 2 else None, {1: 1.0 + number}) for number in range(8)
+        ]
+        assert [[one.loss for one in reader.samples(name, 1)] for name in names] == [[None]] * 4 + [[1.0]] * 4
+
+
+def test_tasks_are_loaded_once_also_those_that_are_new(store):
+    with store.write() as tx:
+        add_job(tx)
+    said: list[str] = []
+    with unit_of_work(store) as work:
+        work.load_tasks(["never seen", "nor this"])
+        sa.event.listen(store.engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+        assert work.history("never seen", "any") is None
+        assert work.recurring_task("nor this") is None
+        assert not said
+        assert work.history("not asked for", "any") is None
+        assert said
+
+
 def test_whose_row_is_there_already_is_said_and_nothing_is_written(store):
-    sample = {"incarnation": 1, "number": 3, "at": 1.0, "step": 3, "loss": None, "steps_per_s": None, "workers": 1}
     with store.write() as tx:
         add_job(tx)
         add_job(tx, "b-1")
-        tx.add(SampleRow(job_id="b-1", **sample))
+        tx.add(SampleRow(job_id="b-1", **SAMPLE))
         tx.add(generation_row(1, job_id="b-1"))
     with unit_of_work(store) as work:
-        work.add_samples([{"job_id": job_id, **sample} for job_id in ("daily-train-1", "b-1")])
+        work.add_samples([{"job_id": job_id, **SAMPLE} for job_id in ("daily-train-1", "b-1")])
         work.add(generation_row(1))
         with pytest.raises(UnstorableError, match=r"sample .*b-1.*stored already") as said:
             work.commit()
