@@ -70,7 +70,7 @@ def test_who_was_moved_and_cannot_be_paid_is_not_promised() -> None:
 
 
 def test_who_was_moved_and_cannot_stay_gets_other_slots() -> None:
-    """``e`` trains where ``b`` must begin, and nobody can make room for a pause of it: it goes on when ``a`` is done."""
+    """``e`` trains where ``b`` must begin, and nobody can make room for a pause of it: it goes on after ``a``."""
     works = [
         work_of("a", 400.0, 65.0, 0b100000, 1),
         work_of("b", 900.0, 85.0, 0, 2),
