@@ -85,7 +85,7 @@ def _unpaid(layout: Layout, courses: dict[str, Course], works: Sequence[Work], n
     unpaid: list[str] = []
     for work in rest:
         before = draft.drop(work.job_id)
-        course = share_later(draft, work, work.limit_s)
+        course = None if work.release_s > now else share_later(draft, work, work.limit_s)
         if course is not None:
             draft.put(work.job_id, course)
             courses[work.job_id] = course

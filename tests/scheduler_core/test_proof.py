@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -82,6 +83,21 @@ def test_who_was_moved_and_cannot_stay_gets_other_slots() -> None:
     assert disjoint(list(courses.values()))
     assert all(courses[work.job_id].promised_s <= work.limit_s for work in works)
     assert courses["e"].holdings[0].start_s == courses["a"].holdings[-1].end_s
+
+
+def test_nobody_gets_other_slots_before_its_release() -> None:
+    works = [
+        work_of("a", 300.0, 100.0, 0b100000, 1),
+        replace(work_of("b", 900.0, 75.0, 0, 4), release_s=30.0, since_s=30.0),
+        replace(work_of("c", 400.0, 85.0, 0, 1), release_s=30.0, since_s=30.0),
+        replace(work_of("d", 200.0, 60.0, 0, 4), release_s=20.0, since_s=20.0),
+        work_of("e", 300.0, 140.0, 0b10, 4),
+    ]
+    layout = nodes_of(4, 2)
+    for rounds in (1, 8):
+        courses, _ = prove(layout, FreeCapacity(layout, 0.0), deadline_order(works), 0.0, 0, rounds)
+        for work in works if courses else ():
+            assert courses and courses[work.job_id].holdings[0].start_s >= work.release_s
 
 
 def test_spare_pauses_delay_the_end_only_and_never_beyond_the_limit() -> None:
