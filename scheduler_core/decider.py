@@ -394,7 +394,7 @@ class Decider:
         put_off: list[Reason] = []
         out = self._catch_up(now)
         self._put_off, lookahead = put_off, self._lookahead
-        lookahead.begin()
+        lookahead.begin(now)
         coming = iter(jobs)
         try:
             while some := list(islice(coming, lookahead.most)):
@@ -404,7 +404,7 @@ class Decider:
                     lookahead.settled(newcomer.job_id)
         finally:
             self._put_off = None
-            lookahead.begin()
+            lookahead.end()
         self.state.forget_what_was_cut()
         rest = self.replan(now, among(put_off), retry=False) if put_off else self.state.wake(now)
         for i, decision in enumerate(out):

@@ -12,7 +12,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
 
-from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Work
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Work
 from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
@@ -23,7 +23,9 @@ _MOST = 16
 _ROUNDS = 3
 """Rounds of a proof of several newcomers: if it takes more, one of fewer of them is cheaper."""
 _VAIN = 4
-"""After so many newcomers of one moment whom no other way has helped, none is tried for the rest: it is full."""
+"""After so many newcomers in a row whom no other way has helped, none is tried for the others of a crowd: it is full."""
+_FORGOTTEN_S = 60.0
+"""So many seconds after a crowd the next one is another."""
 _but_its_limit = attrgetter(*(field.name for field in fields(Work) if field.name != "limit_s"))
 
 
@@ -48,12 +50,18 @@ class Lookahead:
         self._draft: Draft | None = None
         self._proven: dict[str, Work] = {}
         self._in_vain = 0
-        """How many newcomers of this moment no other way has helped."""
+        """How many newcomers no other way has helped, two less with each moment."""
+        self._began_s = -INFINITY
 
-    def begin(self) -> None:
-        """Another moment: what was planned does not count any more, and neither does what did not fit."""
+    def begin(self, now: float) -> None:
+        """Begin another moment: what was planned then does not count any more, and what was in vain less and less."""
+        self.most = _MOST
+        self._in_vain = 0 if now - self._began_s > _FORGOTTEN_S else max(0, self._in_vain - 2)
+        self._began_s = now
+
+    def end(self) -> None:
+        """Forget the plan and the newcomers of this moment."""
         self._coming, self._draft, self._proven = {}, None, {}
-        self.most, self._in_vain = _MOST, 0
 
     def expect(self, newcomers: Iterable[Expected]) -> None:
         """Register the newcomers that are decided on next, in order."""
@@ -108,15 +116,17 @@ class Lookahead:
     def rescue(self, planner: Planner, newcomer: Work, count: int) -> Draft | None:
         """As :meth:`Planner.rescued`. What has helped one newcomer is tried for several next.
 
-        Once nothing has helped a few of those that come together, no other way is tried for the rest.
+        Once nothing has helped a few of a crowd, it is tried for two of those that come together, and not for the rest.
         """
-        if self._in_vain >= _VAIN:
+        together = newcomer.job_id in self._coming
+        if together and self._in_vain >= _VAIN:
             return None
         found = planner.rescued(newcomer, count)
         if found is None:
             self.most = 1
-            self._in_vain += newcomer.job_id in self._coming
+            self._in_vain += together
             return None
+        self._in_vain = 0
         draft, (order, self._shape) = found
         self._order = None if order == deadline_order(order) else {work.job_id: i for i, work in enumerate(order)}
         self.most = _MOST

@@ -14,7 +14,7 @@ from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.decisions import Admit, Decision, Reject
 from elasticflow_airflow.scheduler_core.model.recurring_work import ExpectedRun, Spread
 from elasticflow_airflow.scheduler_core.model.values import Job, ScalingCurve
-from elasticflow_airflow.scheduler_core.planning import planner
+from elasticflow_airflow.scheduler_core.planning import planner, proof
 
 ONE = {1: 1.0}
 
@@ -23,7 +23,7 @@ ONE = {1: 1.0}
 def proofs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many jobs each joint proof was tried for."""
     tried: list[int] = []
-    prove = planner.prove
+    prove = proof.prove
 
     def counted(layout: Any, free: Any, ordered: Any, *rest: Any) -> Any:
         tried.append(len(ordered))
