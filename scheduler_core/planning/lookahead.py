@@ -23,7 +23,7 @@ _MOST = 16
 _ROUNDS = 3
 """Rounds of a proof of several newcomers: if it takes more, one of fewer of them is cheaper."""
 _VAIN = 4
-"""After so many newcomers in a row whom no other way has helped, none is tried for the others of a crowd: it is full."""
+"""After so many newcomers in a row whom no other way has helped, none is tried for the others of a crowd."""
 _FORGOTTEN_S = 60.0
 """So many seconds after a crowd the next one is another."""
 _but_its_limit = attrgetter(*(field.name for field in fields(Work) if field.name != "limit_s"))

@@ -96,8 +96,9 @@ def test_nobody_gets_other_slots_before_its_release() -> None:
     layout = nodes_of(4, 2)
     for rounds in (1, 8):
         courses, _ = prove(layout, FreeCapacity(layout, 0.0), deadline_order(works), 0.0, 0, rounds)
-        for work in works if courses else ():
-            assert courses and courses[work.job_id].holdings[0].start_s >= work.release_s
+        releases = {work.job_id: work.release_s for work in works}
+        for job_id, course in (courses or {}).items():
+            assert course.holdings[0].start_s >= releases[job_id]
 
 
 def test_spare_pauses_delay_the_end_only_and_never_beyond_the_limit() -> None:
