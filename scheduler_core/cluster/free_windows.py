@@ -64,13 +64,10 @@ def first_window(
 
     ``later``: skip the current segment and begin at the next change of bookings.
     """
-    begin = book.vain.until(size, seconds)
-    if later:
-        begin = max(begin, book.times[1] if len(book.times) > 1 else INFINITY)
-        return _search(book, layout, size, seconds, begin, latest_s)[0]
-    found, until = _search(book, layout, size, seconds, begin, latest_s)
-    book.vain.note(size, seconds, until)
-    return found
+    if not later:
+        return first_window_from(book, layout, size, seconds, book.now, latest_s, book.vain)
+    begin = max(book.vain.until(size, seconds), book.times[1] if len(book.times) > 1 else INFINITY)
+    return _search(book, layout, size, seconds, begin, latest_s)[0]
 
 
 def first_window_from(

@@ -7,7 +7,7 @@ job could have got alone, and a crowd costs a few proofs. If no plan has several
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
@@ -37,6 +37,34 @@ class Expected(NamedTuple):
     """The id of the work that stood in for it, if it was expected."""
 
 
+class Proven(NamedTuple):
+    """A plan, and the work that it was made for, by job id."""
+
+    draft: Draft
+    works: dict[str, Work]
+
+    def has(self, works: Sequence[Work], become: Collection[str | None]) -> bool:
+        """Return whether it has all this work, unchanged, within its limits; ``become`` need not be there."""
+        for work in works:
+            known = self.works.get(work.job_id)
+            if known is None and work.job_id in become:
+                continue
+            if known is None or self.draft.courses[work.job_id].promised_s > work.limit_s + TOLERANCE_S:
+                return False
+            if known is not work and _but_its_limit(known) != _but_its_limit(work):
+                return False
+        return True
+
+    def only(self, works: Sequence[Work]) -> Draft:
+        """Return a copy of the plan without all other work."""
+        draft, wanted = self.draft.copy(), {work.job_id for work in works}
+        for job_id in self.works.keys() - wanted:
+            draft.drop(job_id)
+        if draft.shares is not None:
+            draft.shares = {job_id: share for job_id, share in draft.shares.items() if job_id in wanted}
+        return draft
+
+
 class Lookahead:
     """The newcomers to decide on next at one moment, the last plan that has some of them, and what way led to it."""
 
@@ -47,8 +75,7 @@ class Lookahead:
         """Places of jobs in the order that has succeeded last; None: that of their limits."""
         self._shape = ShareShape.FLAT
         self._coming: dict[str, Expected] = {}
-        self._draft: Draft | None = None
-        self._proven: dict[str, Work] = {}
+        self._proven: Proven | None = None
         self._in_vain = 0
         """How many newcomers no other way has helped, two less with each moment."""
         self._began_s = -INFINITY
@@ -61,7 +88,7 @@ class Lookahead:
 
     def end(self) -> None:
         """Forget the plan and the newcomers of this moment."""
-        self._coming, self._draft, self._proven = {}, None, {}
+        self._coming, self._proven = {}, None
 
     def expect(self, newcomers: Iterable[Expected]) -> None:
         """Register the newcomers that are decided on next, in order."""
@@ -79,9 +106,9 @@ class Lookahead:
         if not self._expects(newcomer):
             return planner.fresh(newcomer, guarded=True)
         works = planner.works(newcomer, guarded=True)
-        self._draft = self._with_others(planner, newcomer, works)
-        if self._draft is not None:
-            return self._only(works)
+        self._proven = self._with_others(planner, newcomer, works)
+        if self._proven is not None:
+            return self._proven.only(works)
         alone = planner.fresh(newcomer, guarded=True)
         if alone is not None:
             self.most = min(_MOST, 2 * self.most)
@@ -89,29 +116,20 @@ class Lookahead:
 
     def found(self, planner: Planner, newcomer: Work) -> Draft | None:
         """Return the last plan for this newcomer, as :meth:`plan` would; None if it does not have everything."""
-        if self._draft is None or not self._expects(newcomer):
+        if self._proven is None or not self._expects(newcomer):
             return None
         works = planner.works(newcomer, guarded=True)
-        return self._only(works) if self._has(works) else None
+        return self._proven.only(works) if self._has(self._proven, works) else None
 
     def keeps(self, planner: Planner, stand_ins: Sequence[Work]) -> bool:
         """Return whether the last plan has all promises, and these expected runs or the jobs that they have become."""
-        return self._draft is not None and self._has([*planner.works(None, guarded=True), *stand_ins])
+        if self._proven is None:
+            return False
+        return self._has(self._proven, [*planner.works(None, guarded=True), *stand_ins])
 
     def _expects(self, newcomer: Work) -> bool:
         one = self._coming.get(newcomer.job_id)
         return one is not None and one.work.limit_s == newcomer.limit_s
-
-    def _only(self, works: Sequence[Work]) -> Draft | None:
-        """Return the last plan without all other work."""
-        if self._draft is None:
-            return None
-        draft, wanted = self._draft.copy(), {work.job_id for work in works}
-        for job_id in self._proven.keys() - wanted:
-            draft.drop(job_id)
-        if draft.shares is not None:
-            draft.shares = {job_id: share for job_id, share in draft.shares.items() if job_id in wanted}
-        return draft
 
     def rescue(self, planner: Planner, newcomer: Work, count: int) -> Draft | None:
         """As :meth:`Planner.rescued`. What has helped one newcomer is tried for several next.
@@ -132,23 +150,11 @@ class Lookahead:
         self.most = _MOST
         return draft
 
-    def _has(self, works: Sequence[Work]) -> bool:
-        """Return whether the last plan has all this work, unchanged, within its limits."""
-        if self._draft is None:
-            return False
-        courses = self._draft.courses
-        become = {one.stand_in for job_id, one in self._coming.items() if job_id in self._proven}
-        for work in works:
-            known = self._proven.get(work.job_id)
-            if known is None and work.job_id in become:
-                continue
-            if known is None or courses[work.job_id].promised_s > work.limit_s + TOLERANCE_S:
-                return False
-            if known is not work and _but_its_limit(known) != _but_its_limit(work):
-                return False
-        return True
+    def _has(self, proven: Proven, works: Sequence[Work]) -> bool:
+        """Return whether a plan has all this work, or for expected runs the jobs that they have become."""
+        return proven.has(works, {one.stand_in for job_id, one in self._coming.items() if job_id in proven.works})
 
-    def _with_others(self, planner: Planner, newcomer: Work, works: Sequence[Work]) -> Draft | None:
+    def _with_others(self, planner: Planner, newcomer: Work, works: Sequence[Work]) -> Proven | None:
         """Return a plan with as many of the next newcomers as fit together, perhaps none; None if none is found."""
         others = [one for job_id, one in self._coming.items() if job_id != newcomer.job_id]
         alone = self._order is None and self._shape is ShareShape.FLAT  # that is a fresh plan
@@ -160,9 +166,8 @@ class Lookahead:
             together = [*(work for work in works if work.job_id not in came), *(one.work for one in others)]
             draft = planner.attempt(Attempt(self._ordered(together), self._shape), _ROUNDS)
             if draft is not None:
-                self._proven = {work.job_id: work for work in together}
                 self.most = min(_MOST, 2 * self.most)
-                return draft
+                return Proven(draft, {work.job_id: work for work in together})
             if not others:
                 break
             self.most = (len(others) + 1) // 2

@@ -536,8 +536,8 @@ def test_rows_are_written_together_if_the_same_columns_changed(store):
         assert len([one for one in said if one.startswith("UPDATE")]) == 2
         assert len([one for one in said if one.startswith("INSERT")]) == 1
         assert not any("at_risk" in one for one in said)
-        assert not [one for one in said if one.startswith("SELECT") and " job" in one], "nothing is read again"
         assert rows[3].speeds == {1: 4.0}
+        assert not any("FROM incarnation" in one for one in said), "nothing is read again"
     with store.read() as reader:
         rows = [reader.incarnation(name, 1) for name in names]
         assert [(row.step, row.loss, row.speeds) for row in rows] == [
