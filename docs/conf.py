@@ -58,6 +58,7 @@ NAVIGATION = {
         "how-to/lightning",
         "how-to/plain-torchrun-script",
         "how-to/gpus",
+        "how-to/requirements",
         # DAGs
         "how-to/deadlines",
         "how-to/write-dags",

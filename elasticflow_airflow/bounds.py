@@ -56,6 +56,9 @@ ARGUMENT_BYTES: Final = 128 * 1024 - 1
 COMMAND_BYTES: Final = 1024 * 1024
 """Limit of all arguments and environment variables of a script; Linux takes 2 MiB including those already set."""
 MOST_ARGUMENTS: Final = 10_000
+MOST_REQUIREMENTS: Final = 1000
+REQUIREMENT_CHARACTERS: Final = 8000
+"""A requirement may name the hash of each of its files."""
 MOST_LABELS: Final = 100
 METRICS_BYTES: Final = 64 * 1024
 METRICS_DEPTH: Final = 16

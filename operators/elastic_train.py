@@ -103,6 +103,9 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         logged. Not a template field.
     :param working_dir: Where the script runs. Relative: from the DAG file's folder.
     :param python: Interpreter. It needs torch, and nothing of this project.
+    :param requirements: Packages beside those of the interpreter: a list like ``["accelerate==1.2.3"]``, or a
+        requirements file (relative: from the DAG file's folder). They are installed by uv, once on each machine, before
+        the training gets any slots.
     :param init_from: ``"latest"``: start from the weights of this task's last success; or the folder of a checkpoint.
     :param steps: Optimizer steps in all. Not beside ``epochs`` or ``samples``.
     :param epochs: Epochs, if there are no ``steps``. With neither, the script's own length counts
@@ -158,7 +161,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     """
 
     template_fields: Sequence[str] = TEMPLATE_FIELDS
-    template_fields_renderers = {"script_args": "json", "env": "json"}  # noqa: RUF012 - Airflow's declaration
+    template_fields_renderers = {"script_args": "json", "env": "json", "requirements": "json"}  # noqa: RUF012 - Airflow's declaration
     ui_color = "#dff2e4"
     operator_extra_links = (ElasticFlowJobLink(),)
 
@@ -172,6 +175,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         secret_env: Mapping[str, str] | None = None,
         working_dir: str | None = None,
         python: str | None = None,
+        requirements: str | Sequence[str] | None = None,
         init_from: str | None = None,
         steps: int | str | None = None,
         epochs: int | str | None = None,
@@ -209,6 +213,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self.secret_env = secret_env
         self.working_dir = working_dir
         self.python = python
+        self.requirements = requirements
         self.init_from = init_from
         self.steps = steps
         self.epochs = epochs

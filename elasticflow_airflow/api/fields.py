@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, SecretStr, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from elasticflow_airflow import bounds
+from elasticflow_airflow.requirement_lines import requirement_problem
 
 OUT_OF_BOUNDS = "out_of_bounds"
 TOO_FAR_AHEAD = "too_far_ahead"
@@ -96,6 +97,8 @@ Sentence = Annotated[str, *_text(bounds.TEXT_CHARACTERS)]
 """A reason."""
 LongText = Annotated[str, *_text(bounds.PATTERN_CHARACTERS)]
 """A regular expression, or a label's value."""
+Requirement = Annotated[str, *_text(bounds.REQUIREMENT_CHARACTERS), bounded(requirement_problem)]
+"""A line of a requirements file."""
 PathText = Annotated[str, *_text(bounds.PATH_BYTES, bounds.path_problem)]
 Argument = Annotated[str, *_text(bounds.ARGUMENT_BYTES, bounds.argument_problem)]
 SecretValue = Annotated[SecretStr, bounded(lambda secret: bounds.argument_problem(secret.get_secret_value()))]

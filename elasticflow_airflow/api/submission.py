@@ -22,6 +22,7 @@ from elasticflow_airflow.api.fields import (
     MapIndex,
     Name,
     PathText,
+    Requirement,
     SampleCount,
     SecretValue,
     Seed,
@@ -105,6 +106,8 @@ class Command(Wire):
     args_shown: tuple[Argument, ...] | None = Field(default=None, max_length=bounds.MOST_ARGUMENTS)
     """``args`` for display, with ``***`` in place of secrets; None: the submitter knows of no secret in them."""
     python: PathText | None = None
+    requirements: tuple[Requirement, ...] = Field(default=(), max_length=bounds.MOST_REQUIREMENTS)
+    """Packages that are installed beside those of ``python``, in an environment of their own, before it gets slots."""
     working_dir: PathText | None = None
     env: dict[Argument, Argument] = Field(default_factory=dict)
 

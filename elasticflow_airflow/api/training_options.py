@@ -49,6 +49,7 @@ class ValueKind(Enum):
     ARGUMENTS = auto()
     ENVIRONMENT = auto()
     SECRETS = auto()
+    REQUIREMENTS = auto()
     CURVE = auto()
     CALLABLE = auto()
     CALLABLES = auto()
@@ -66,6 +67,7 @@ _TYPES: Final[Mapping[ValueKind, str]] = {
     ValueKind.ARGUMENTS: "Sequence[Any]",
     ValueKind.ENVIRONMENT: "Mapping[str, str]",
     ValueKind.SECRETS: "Mapping[str, str]",
+    ValueKind.REQUIREMENTS: "str | Sequence[str]",
     ValueKind.CURVE: "Mapping[int, float]",
     ValueKind.CALLABLE: "Callable[..., Any] | str",
     ValueKind.CALLABLES: "Callable[..., Any] | str | Sequence[Any]",
@@ -153,6 +155,17 @@ class WhatToTrain:
         default_means="the service's",
     )
     """Interpreter. It needs torch, and nothing of this project."""
+    requirements = Option(
+        ValueKind.REQUIREMENTS,
+        template=True,
+        wire="command.requirements",
+        flag="--requirements",
+        help="A requirements file: packages that are installed beside the interpreter's.",
+        default_means="none",
+    )
+    """Packages beside those of the interpreter: a list like `["accelerate==1.2.3"]`, or a requirements file (relative:
+    from the DAG file's folder). They are installed by uv, once on each machine, before the training gets any slots. See
+    [packages of a training](../how-to/requirements.md)."""
     init_from = Option(ValueKind.PATH, template=True, wire="init_from")
     """`"latest"`: start from the weights of this task's last success; or the folder of a checkpoint."""
 

@@ -80,6 +80,9 @@ def _cautions(story: JobStory, trained: TrainedWith) -> Iterator[str]:
         )
     if said.get("python"):
         yield f"{trained.python} must find elasticflow_airflow: install it there, or add its folder to PYTHONPATH"
+    if said.get("requirements"):
+        packages = ", ".join(said["requirements"])
+        yield f"the job had packages of its own; install them for {trained.python} first: {packages}"
     if said.get("env"):
         yield f"the job had variables whose values are not shown; set them first: {', '.join(said['env'])}"
     if secrets := story.submission.get("secret_names"):

@@ -20,6 +20,7 @@ from elasticflow_airflow.cli.terminal.lines import note, say
 from elasticflow_airflow.cli.terminal.moments import moment_of
 from elasticflow_airflow.cli.training_flags import with_training_flags
 from elasticflow_airflow.client import ElasticFlowClient, Snapshot, SnapshotError, snapshot_script
+from elasticflow_airflow.requirement_lines import read_requirements
 from elasticflow_airflow.times import local_moment
 
 NAMESPACE = "command-line"
@@ -81,6 +82,7 @@ def submit(
             "script": snapshot.entry,
             "script_args": tuple(args or ()),
             "env": _pairs(training["env"]),
+            "requirements": _requirements(training["requirements"]),
             "secret_env": {},  # set after all checks, since a validation error quotes its input
             "epochs": 1 if epochs is None and samples is not None else epochs,
             "deadline": None if deadline is None else moment_of(deadline, now),
@@ -212,6 +214,13 @@ def _pairs(given: list[str]) -> dict[str, str]:
         if not pair.partition("=")[0] or "=" not in pair:
             raise typer.BadParameter(f"--env {pair!r}: write NAME=VALUE")
     return {pair.partition("=")[0]: pair.partition("=")[2] for pair in given}
+
+
+def _requirements(path: str | None) -> tuple[str, ...]:
+    try:
+        return () if path is None else read_requirements(Path(path))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--requirements {path!r}: {error}") from error
 
 
 def _secrets(names: list[str]) -> dict[str, SecretStr]:

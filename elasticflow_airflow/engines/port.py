@@ -56,6 +56,8 @@ class GangSpec:
     placement: tuple[Slot, ...]
     session: SessionConfig
     python: str
+    requirements: tuple[str, ...] = ()
+    """Packages beside those of ``python``: see ``prepare_environment``."""
     env: Mapping[str, str]
     secret_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     mode: RescaleMode = RescaleMode.RESTART
@@ -184,6 +186,15 @@ class Engine(Protocol):
 
     def problems(self) -> list[str]:
         """Return why machines cannot be used that should be: sentences for people, with what to do."""
+        ...
+
+    def prepare_environment(self, python: str, requirements: tuple[str, ...]) -> bool:
+        """Return whether the present nodes have an environment with these packages; otherwise have it built there.
+
+        Does not block; asked again until it is there, before a job with ``requirements`` gets any slots. A node that
+        comes later builds it before it starts the first worker. Raises EngineError, with the installer's last lines,
+        when it cannot be built; asked again, it is tried again.
+        """
         ...
 
     def apply(self, spec: GangSpec) -> None:

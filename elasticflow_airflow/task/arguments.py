@@ -17,6 +17,7 @@ from elasticflow_airflow import bounds
 from elasticflow_airflow.api import share_problem, target_problem
 from elasticflow_airflow.api.training_options import OPTIONS, ValueKind
 from elasticflow_airflow.deadlines.parse import DAG_RUN, DeadlineError, check_deadline
+from elasticflow_airflow.requirement_lines import requirement_problem, without_passwords
 from elasticflow_airflow.task.callables import listed, problem_of
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -188,6 +189,16 @@ def _check_args(name: str, value: Any) -> None:
         raise ArgumentError(f"{name}={value!r} is a {type(value).__name__}: give a list, one element per argument")
     for index, element in enumerate(value):
         _check_element(f"{name}[{index}]", element)
+
+
+def _check_requirements(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        _check_path(name, value)
+        return
+    _check_args(name, value)
+    for index, line in enumerate(value):
+        if not is_late(line):
+            _within(f"{name}[{index}]={without_passwords(str(line))!r}", requirement_problem(str(line)))
 
 
 def _check_element(name: str, element: Any) -> None:
@@ -384,6 +395,7 @@ _CHECKS: Final[dict[ValueKind, Callable[[str, Any], object]]] = {
     ValueKind.ARGUMENTS: _check_args,
     ValueKind.ENVIRONMENT: _check_env,
     ValueKind.SECRETS: _check_secrets,
+    ValueKind.REQUIREMENTS: _check_requirements,
     ValueKind.CURVE: _check_curve,
     ValueKind.CALLABLE: _check_callable,
     ValueKind.CALLABLES: _check_callables,

@@ -24,6 +24,7 @@ from elasticflow_airflow.client import Snapshot, SnapshotError, snapshot_module,
 from elasticflow_airflow.deadlines.clock import now_s
 from elasticflow_airflow.deadlines.downstream import EndedJob
 from elasticflow_airflow.deadlines.parse import DAG_RUN, DeadlineError, show_at
+from elasticflow_airflow.requirement_lines import read_requirements
 from elasticflow_airflow.settings import AirflowSettings
 from elasticflow_airflow.task.arguments import (
     ArgumentError,
@@ -57,6 +58,7 @@ class ElasticTask(Deadlined, Protocol):
     env: Any
     secret_env: Any
     working_dir: Any
+    requirements: Any
     on_past_deadline: str
     target_loss: Any
 
@@ -214,6 +216,7 @@ def prepare(
             "env": _rendered_env(task.env, given["env"]),
             "secret_env": {},  # set after all checks, since a validation error quotes its input
             "working_dir": find_working_dir(task.working_dir, facts),
+            "requirements": find_requirements(task.requirements, given["requirements"], facts),
             "target_loss": target(task.target_loss, given["target_loss"]),
             "deadline": deadline_at,
             "latest_deadline": latest_at,
@@ -253,9 +256,27 @@ def _what_is_wrong(error: ValidationError) -> str:
     return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors())
 
 
+def find_requirements(requirements: Any, given: Any, facts: RunFacts) -> tuple[str, ...]:
+    """Return the requirements in a rendered list, or in the file that it names. Raises ArgumentError."""
+    if given is None:
+        return ()
+    present("requirements", requirements, given)
+    if not isinstance(requirements, str):
+        return rendered_texts("requirements", requirements, given)
+    path = _find_file("requirements", requirements, facts)
+    try:
+        return read_requirements(path)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"requirements={requirements!r} cannot be used: {error}") from error
+
+
 def find_script(script: str, facts: RunFacts) -> Path:
     """Find a script: absolute, or relative to the DAG file's folder or the bundle's root. Raises ArgumentError."""
-    path = Path(script).expanduser()
+    return _find_file("script", script, facts)
+
+
+def _find_file(name: str, value: str, facts: RunFacts) -> Path:
+    path = Path(value).expanduser()
     tried = [path] if path.is_absolute() else [facts.dag_folder / path]
     if not path.is_absolute() and facts.bundle_root not in (None, facts.dag_folder):
         assert facts.bundle_root is not None  # checked above
@@ -264,7 +285,7 @@ def find_script(script: str, facts: RunFacts) -> Path:
         if candidate.is_file():
             return candidate
     raise ArgumentError(
-        f"script={script!r} is not there: looked for {', '.join(map(str, tried))}; give a path relative to the DAG"
+        f"{name}={value!r} is not there: looked for {', '.join(map(str, tried))}; give a path relative to the DAG"
         " file, or an absolute one"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pendulum
@@ -54,6 +55,21 @@ def test_submits_what_was_asked_and_returns_a_small_result(service, make_status,
     }  # fmt: skip
     assert (got["steps"], got["final_loss"], got["met"], got["verdict"]) == (10, 0.25, True, "admitted")
     assert not service.did("acknowledge")
+
+
+def test_requirements_are_a_list_or_a_file_beside_the_dag(service, make_status, make_task):
+    service.statuses = [success(make_status), success(make_status)]
+    task = make_task(requirements=["accelerate==1.1.0"])
+    context = context_of(task)
+    task.execute(context)
+    Path(context["dag"].folder, "more.txt").write_text("numpy>=2  # arrays\n")
+    task = make_task(requirements="more.txt")
+    task.execute(context_of(task))
+    submitted = [body["command"]["requirements"] for body in service.did("submit")]
+    assert submitted == [["accelerate==1.1.0"], ["numpy>=2"]]
+    task = make_task(requirements="none.txt")
+    with pytest.raises(AirflowFailException, match=r"requirements='none.txt' is not there: looked for"):
+        task.execute(context_of(task))
 
 
 def test_success_is_acknowledged_by_the_listener_only(service, make_status, make_task):

@@ -36,7 +36,7 @@ ELSEWHERE = "127.0.0.2"
 AGENT = "engines.ray.agent_process"
 """In the command line of an agent on a Ray cluster."""
 TRAIN = """
-import os, sys, time
+import importlib.metadata, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from elasticflow_airflow.runtime.protocol import (
@@ -57,6 +57,7 @@ saved.parent.mkdir(exist_ok=True)
 step = int(saved.read_text()) if saved.exists() else 0
 say(ReportKind.STARTED, step)
 print("training from step", step, "with", world, "workers", flush=True)
+print(*(f"{one.name} {one.version}" for one in importlib.metadata.distributions(name="extra_package")), flush=True)
 while step < session.steps:
     leaving = Membership.read(folder).rank_of(worker) is None
     votes = torch.tensor([1.0, float(leaving)])
@@ -113,6 +114,8 @@ class Bench:
     base: Path
     nodes: tuple[str, ...]
     reports: dict[tuple[str, int], list[Report]] = field(default_factory=dict)
+    is_modelled: bool = False
+    """Whether there are no processes."""
 
     def spec(self, generation: int = 1, workers: int = 1, job_id: str = "job", **changes: Any) -> GangSpec:
         folder = self.base / "state" / "jobs" / job_id / f"i{changes.get('incarnation', 1):06d}"
@@ -169,6 +172,13 @@ class Bench:
         assert gangs[generation].state is state, gangs[generation]
         return gangs[generation]
 
+    def prepare_environment(self, requirements: tuple[str, ...]) -> None:
+        """Wait for an environment."""
+        end_s = time.monotonic() + 150.0
+        while not self.engine.prepare_environment(sys.executable, requirements):
+            assert time.monotonic() < end_s, f"waited in vain for {requirements}\n{self.story()}"
+            self.pass_time()
+
     def kinds(self, generation: int, job_id: str = "job") -> list[str]:
         return [report.kind.value for report in self.reports.get((job_id, generation), [])]
 
@@ -202,6 +212,7 @@ class Bench:
 @dataclass(kw_only=True)
 class FakeBench(Bench):
     now_s: list[float]
+    is_modelled: bool = True
 
     def pass_time(self) -> None:
         self.now_s[0] += 0.25

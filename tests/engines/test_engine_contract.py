@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from support.wheels import make_wheel, requirement
 
 from elasticflow_airflow.engines.port import EngineError, GangOutcome, GangState
 from elasticflow_airflow.scheduler_core.model.values import Slot
@@ -216,3 +217,22 @@ def test_what_a_script_makes_of_its_files_is_the_trouble_of_its_job_alone(bench:
     assert bench.look("other")[1].state is GangState.RUNNING
     bench.engine.forget("job")
     assert bench.look() == {}
+
+
+def test_an_environment_is_built_before_workers_use_it(bench: Bench) -> None:
+    lines = (requirement(make_wheel(bench.base, "extra_package")),)
+    bench.prepare_environment(lines)
+    bench.restart()
+    bench.prepare_environment(lines)
+    bench.engine.apply(bench.spec(requirements=lines, session={"steps": 5}))
+    assert bench.wait_state(1, GangState.ENDED).outcome is GangOutcome.FINISHED
+    log = bench.engine.read_log("job", 1, bench.look()[1].workers[0].log_name, 0, 100_000).data
+    assert bench.is_modelled or b"extra_package 1.0" in log
+
+
+def test_an_environment_that_cannot_be_built_says_why_and_is_tried_again(bench: Bench) -> None:
+    wheel = bench.base / "late_package-1.0-py3-none-any.whl"
+    with pytest.raises(EngineError, match=r"the environment for requirements= could not be built: [\s\S]*late_package"):
+        bench.prepare_environment((requirement(wheel),))
+    make_wheel(bench.base, "late_package")
+    bench.prepare_environment((requirement(wheel),))

@@ -115,7 +115,15 @@ def paths(answer: PullAnswer) -> list[str]:
     return [file.path.removeprefix(f"{HERE}/") for file in answer.files]
 
 
-ROUTES = ["GET /introduction", "POST /push", "POST /pull", "POST /stacks", "PUT /code/x", "POST /probe"]
+ROUTES = [
+    "GET /introduction",
+    "POST /push",
+    "POST /pull",
+    "POST /stacks",
+    "POST /environment",
+    "PUT /code/x",
+    "POST /probe",
+]
 
 
 @pytest.mark.parametrize("route", ROUTES)

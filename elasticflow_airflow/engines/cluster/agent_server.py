@@ -33,6 +33,8 @@ from elasticflow_airflow.engines.cluster.agent_card import AgentCard, only_agent
 from elasticflow_airflow.engines.cluster.job_folder import node_of
 from elasticflow_airflow.engines.cluster.lease_watchdog import LeaseWatchdog
 from elasticflow_airflow.engines.cluster.messages import (
+    EnvironmentAnswer,
+    EnvironmentRequest,
     Introduction,
     Probe,
     Pull,
@@ -89,6 +91,10 @@ def create_app(agent: NodeAgent, token: str) -> FastAPI:
     def stacks(asked: StacksRequest) -> dict[str, str]:
         with _as_http():
             return agent.stacks(asked.trainers)
+
+    @app.post("/environment")
+    def environment(asked: EnvironmentRequest) -> EnvironmentAnswer:
+        return agent.prepare_environment(asked)
 
     @app.put("/code/{path:path}")
     async def code(path: str, request: Request) -> Response:

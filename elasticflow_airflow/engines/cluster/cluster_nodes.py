@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 import httpx
 
 from elasticflow_airflow.engines.cluster import job_folder
-from elasticflow_airflow.engines.cluster.messages import Introduction, SupervisorState
+from elasticflow_airflow.engines.cluster.messages import EnvironmentRequest, Introduction, SupervisorState
 from elasticflow_airflow.engines.cluster.node_link import NodeLink, has_ended
 from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage
 from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder, SupervisorFolder
@@ -191,6 +192,19 @@ class ClusterNodes:
 
     def check_interpreter(self, python: str, job_env: Mapping[str, str], node_ids: Iterable[str]) -> None:
         """Do nothing: the agent looks at it before it starts anything, and says what is wrong."""
+
+    def prepare_environment(self, python: str, requirements: tuple[str, ...]) -> bool:
+        """Have an environment built on all nodes that are present (see the port)."""
+        asked = EnvironmentRequest(python=None if python == sys.executable else python, requirements=requirements)
+        answers = [(link, link.environment(asked)) for link in self._present()]
+        if not answers or any(not answer.ready and answer.failure is None for _, answer in answers):
+            return False
+        failures = [f"node {self._names(link)}: {answer.failure}" for link, answer in answers if answer.failure]
+        if failures:
+            for link, _ in answers:
+                link.forget_environment(asked)
+            raise EngineError("; ".join(failures))
+        return True
 
     # -- folders
 

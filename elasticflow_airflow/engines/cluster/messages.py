@@ -148,6 +148,20 @@ class StacksRequest(Message):
     trainers: dict[str, tuple[dict[str, Any] | None, str]]
 
 
+class EnvironmentRequest(Message):
+    """Packages that are to be there beside those of ``python`` (None: the agent's own interpreter)."""
+
+    python: str | None
+    requirements: tuple[str, ...]
+
+
+class EnvironmentAnswer(Message):
+    """Whether the environment is there; ``failure``: why it could not be built."""
+
+    ready: bool = False
+    failure: str | None = None
+
+
 class Seal:
     """Encrypts what must not be read on the way, with a key derived from the token that both sides have."""
 

@@ -25,6 +25,8 @@ from elasticflow_airflow.engines.cluster.job_folder import Direction, Place
 from elasticflow_airflow.engines.cluster.leave_notice import leaving_at
 from elasticflow_airflow.engines.cluster.messages import (
     VERSION,
+    EnvironmentAnswer,
+    EnvironmentRequest,
     FilePart,
     Introduction,
     Probe,
@@ -259,7 +261,12 @@ class NodeAgent:
             self._manager.spawn(spec.node_id, folder, secret_env)
 
     def _is_checked(self, spec: SupervisorSpec) -> bool:
-        """Return whether the check of an interpreter is over; it takes seconds, or a minute. Raises EngineError."""
+        """Return whether the check of an interpreter is over; it takes seconds, or a minute. Raises EngineError.
+
+        One of an environment was checked when that was built.
+        """
+        if spec.requirements:
+            return self._manager.prepare_environment(spec.base_python, spec.requirements)
         check = self._checks.get(spec.python)
         if check is None:
             check = self._aside.submit(self._manager.check_interpreter, spec.python, spec.env)
@@ -269,6 +276,14 @@ class NodeAgent:
         del self._checks[spec.python]  # One that is good is known to be from now on.
         check.result()
         return True
+
+    def prepare_environment(self, asked: EnvironmentRequest) -> EnvironmentAnswer:
+        """Say whether an environment is there, and have it built otherwise."""
+        try:
+            python = asked.python or self._manager.facts().python
+            return EnvironmentAnswer(ready=self._manager.prepare_environment(python, asked.requirements))
+        except EngineError as error:
+            return EnvironmentAnswer(failure=str(error))
 
     def _supervisor(self, path: str) -> SupervisorFolder:
         place = job_folder.place_of(f"{path}/spec.json")

@@ -26,6 +26,8 @@ from elasticflow_airflow.engines.cluster import job_folder
 from elasticflow_airflow.engines.cluster.agent_server import tree_digest
 from elasticflow_airflow.engines.cluster.job_folder import Direction
 from elasticflow_airflow.engines.cluster.messages import (
+    EnvironmentAnswer,
+    EnvironmentRequest,
     FilePart,
     Introduction,
     Probe,
@@ -51,8 +53,20 @@ BATCH_S = 0.01
 PUSH_BYTES = 4 << 20
 PART_BYTES = 256 * 1024
 CODE_LIMIT_S = 120.0
+ENVIRONMENT_KNOWN_S = 60.0
+"""For so long a node is not asked again for an environment that it has."""
 
 logger = logging.getLogger("elasticflow.node")
+
+
+@dataclass(slots=True)
+class _Environment:
+    """What a node has last said of an environment."""
+
+    answer: EnvironmentAnswer = field(default_factory=EnvironmentAnswer)
+    at_s: float = 0.0
+    is_asked: bool = False
+    """Whether a question is under way."""
 
 
 @dataclass(slots=True)
@@ -138,6 +152,8 @@ class NodeLink:
         self._started: dict[str, int] = {}
         """By folder, the number of answers at which the agent had started it."""
         self._failures: dict[str, str] = {}
+        self._environments: dict[str, _Environment] = {}
+        """By request, what the node has said of an environment."""
 
     # -- for the engine
 
@@ -199,6 +215,30 @@ class NodeLink:
     async def ask_for_stacks(self, trainers: Mapping[str, tuple[Mapping[str, Any] | None, str]], limit_s: float) -> Any:
         """Return the stacks of trainers there. Raises httpx.HTTPError."""
         return _checked(await self._client.post("/stacks", json={"trainers": trainers}, timeout=limit_s)).json()
+
+    def environment(self, asked: EnvironmentRequest) -> EnvironmentAnswer:
+        """Return what the node has last said of an environment, and ask again, if that may have changed."""
+        key = asked.model_dump_json()
+        known = self._environments.setdefault(key, _Environment())
+        fresh = known.answer.failure or (known.answer.ready and time.monotonic() - known.at_s < ENVIRONMENT_KNOWN_S)
+        if not fresh and not known.is_asked and self._loop is not None:
+            known.is_asked = True
+            asyncio.run_coroutine_threadsafe(self._ask_for_environment(key, known), self._loop)
+        return known.answer
+
+    def forget_environment(self, asked: EnvironmentRequest) -> None:
+        """Forget what the node has said of an environment: it is to try again."""
+        self._environments.pop(asked.model_dump_json(), None)
+
+    async def _ask_for_environment(self, key: str, known: _Environment) -> None:
+        try:
+            known.answer = EnvironmentAnswer.model_validate_json(await self._post("/environment", key))
+            known.at_s = time.monotonic()
+        except (httpx.HTTPError, ValueError) as error:
+            self._complain_of("an environment for requirements=", error)
+            await asyncio.sleep(RETRY_S)
+        finally:
+            known.is_asked = False
 
     def _want(self, wanted: _Wanted) -> None:
         with self._lock:

@@ -63,6 +63,10 @@ class FakeWorld:
     lock: threading.RLock = field(default_factory=threading.RLock)
     troubles: dict[str, str] = field(default_factory=dict)
     """By job id: why its gangs cannot be observed, as if its script had damaged their files."""
+    environment_s: float = 0.0
+    """How long it takes to build an environment."""
+    environments: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
+    """By interpreter and requirements: when they were asked for first."""
     journal: Journal | None = None
     """Stores the gangs in ``state_file``; None: they are not stored."""
 
@@ -184,6 +188,19 @@ class FakeEngine:
     def problems(self) -> list[str]:
         """Return nothing: its nodes are always usable."""
         return []
+
+    def prepare_environment(self, python: str, requirements: tuple[str, ...]) -> bool:
+        """Return whether an environment is there: ``world.environment_s`` after it was asked for (see the port)."""
+        self._call("prepare_environment", "", "before")
+        for line in requirements:
+            _, is_file, path = line.partition(" @ file://")
+            if is_file and not Path(path).exists():
+                raise EngineError(
+                    f"the environment for requirements= could not be built: {line}: there is no such file"
+                )
+        with self.world.lock:
+            asked_at = self.world.environments.setdefault((python, requirements), self.world.clock())
+            return self.world.clock() >= asked_at + self.world.environment_s
 
     def apply(self, spec: GangSpec) -> None:
         """Start, keep or replace the gang of a job (see the port)."""

@@ -128,6 +128,7 @@ def _gang_from_json(raw: Mapping[str, Any]) -> FakeGang:
     session = dict(spec["session"])
     session["args"] = tuple(session["args"])
     spec["session"] = SessionConfig(**session)
+    spec["requirements"] = tuple(spec.get("requirements", ()))
     spec["placement"] = tuple(Slot(*slot) for slot in spec["placement"])
     spec["mode"] = RescaleMode(spec["mode"])
     spec["lost"] = tuple(spec.get("lost", ()))

@@ -133,6 +133,11 @@ class TorchrunEngine:
                 elif job_id in self._damaged:
                     self._machines.renew(job_id)
 
+    def prepare_environment(self, python: str, requirements: tuple[str, ...]) -> bool:
+        """Have an environment built where it is missing (see the port)."""
+        with self._lock, as_engine_errors(self._state_dir):
+            return self._machines.prepare_environment(python, requirements)
+
     def observe(self) -> tuple[GangObservation, ...]:
         """Return every gang that is not forgotten, with its reports since the previous call."""
         with self._lock, disk_errors(self._state_dir):
@@ -263,7 +268,8 @@ class TorchrunEngine:
             problem = bounds.pattern_problem(session.progress_regex)
             if problem is not None:
                 raise EngineError(f"progress_regex {problem}")
-        self._machines.check_interpreter(spec.python, spec.env, {slot.node_id for slot in spec.placement})
+        if not spec.requirements:  # Otherwise its environment was checked when it was built.
+            self._machines.check_interpreter(spec.python, spec.env, {slot.node_id for slot in spec.placement})
 
     def _accepted(self, job: JobRecord, spec: GangSpec) -> GangRecord | None:
         """Return the gang of a generation, accepted now or before; None when it is stale, or ended and forgotten."""

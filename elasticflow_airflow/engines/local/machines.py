@@ -61,6 +61,10 @@ class Machines(Protocol):
         """Raise EngineError when it is known that workers cannot be started with this interpreter on these nodes."""
         ...
 
+    def prepare_environment(self, python: str, requirements: tuple[str, ...]) -> bool:
+        """See the port."""
+        ...
+
     def publish(self, incarnation_dir: Path) -> None:
         """Have what the engine has written into the folder of an incarnation reach its nodes."""
         ...

@@ -14,8 +14,9 @@ from typing import Any
 
 from elasticflow_airflow.engines.local.bridge import prepare_bridge
 from elasticflow_airflow.engines.local.environment import inherited
-from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder
+from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder, SupervisorSpec
 from elasticflow_airflow.engines.local.machine import slots, stacks
+from elasticflow_airflow.engines.local.machine.environments import Environments
 from elasticflow_airflow.engines.local.machine.interpreter import InterpreterCheck
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.processes import ProcessId, group_led_by
@@ -53,8 +54,11 @@ class NodeManager:
             environ=inherited(environ),
         )
         self._interpreters = InterpreterCheck()
+        self._environments = Environments(state_dir, environ, self._interpreters_in_use)
         self._pool = pool
         self._supervisors: dict[Path, subprocess.Popen[bytes]] = {}
+        self._without_environment: dict[Path, SupervisorSpec] = {}
+        """By folder, supervisors whose start waits for their environment."""
         slot = next((slot for node in nodes for slot in node.slots), None)
         if pool is not None and slot is not None:
             # For the most common jobs: the service's interpreter and default environment.
@@ -97,6 +101,19 @@ class NodeManager:
         """Raise EngineError when workers cannot be started with this interpreter."""
         self._interpreters.check(python, self._facts.worker_env(job_env))
 
+    def prepare_environment(self, python: str, requirements: tuple[str, ...]) -> bool:
+        """Return whether an environment is there; otherwise have it built (see the port)."""
+        return self._environments.is_ready(python, requirements)
+
+    def _interpreters_in_use(self) -> set[str]:
+        found = set()
+        for path in self._state_dir.glob("jobs/*/*/supervisors/*/spec.json"):
+            with contextlib.suppress(
+                OSError, ValueError, TypeError, KeyError
+            ):  # A script has damaged it: it has ended.
+                found.add(SupervisorFolder(path.parent).read_spec().python)
+        return found
+
     def holder(self, slot: Slot) -> dict[str, Any] | None:
         """Return the holder of a slot, as it has described itself; None when the slot is free."""
         return slots.holder_of(self._lock_dir, layout_of(slot, self._nodes).lock_name)
@@ -119,14 +136,20 @@ class NodeManager:
             del self._supervisors[folder.path]
             last = folder.last_words().splitlines()[-3:]
             raise EngineError(f"the supervisor on {node_id} does not start: {' / '.join(last) or 'no output'}")
-        self._supervisors[folder.path] = self._spawn(folder, secret_env)
+        spec = folder.read_spec()
+        if spec.requirements and not self._environments.is_ready(spec.base_python, spec.requirements):
+            self._without_environment[folder.path] = spec
+            return
+        self._without_environment.pop(folder.path, None)
+        self._supervisors[folder.path] = self._spawn(folder, spec, secret_env)
 
-    def _spawn(self, folder: SupervisorFolder, secret_env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, folder: SupervisorFolder, spec: SupervisorSpec, secret_env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         folder.renew()
         pool = None
         if self._pool is not None:
-            first = folder.read_spec()
-            pool = self._pool.take(first.python, {**first.env, **first.workers[0].env}, secret_env)
+            pool = self._pool.take(spec.python, {**spec.env, **spec.workers[0].env}, secret_env)
         channel = () if pool is None else (pool.fileno(),)
         with folder.open_log() as log, pool or contextlib.nullcontext():
             process = subprocess.Popen(
@@ -155,7 +178,13 @@ class NodeManager:
         return process
 
     def is_coming_up(self, folder: SupervisorFolder) -> bool:
-        """Return whether a supervisor started by this object is running, even if it has not written anything yet."""
+        """Return whether a supervisor started by this object is running, even if it has not written anything yet.
+
+        Or its environment is being built.
+        """
+        waiting = self._without_environment.get(folder.path)
+        if waiting is not None and self._environments.is_being_built(waiting.base_python, waiting.requirements):
+            return True
         process = self._supervisors.get(folder.path)
         return process is not None and process.poll() is None
 
@@ -191,6 +220,7 @@ class NodeManager:
             # Otherwise the interpreter warns that they are still running.
             process.returncode = process.returncode or 0
         self._supervisors.clear()
+        self._environments.close()
         if self._pool is not None:
             self._pool.close()
 

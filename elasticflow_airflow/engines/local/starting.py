@@ -10,6 +10,7 @@ from pathlib import Path
 
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorSpec, WorkerSpec
 from elasticflow_airflow.engines.local.files.records import GangRecord
+from elasticflow_airflow.engines.local.machine.environments import python_in
 from elasticflow_airflow.engines.local.machines import Machines
 from elasticflow_airflow.engines.port import GangSpec
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
@@ -70,6 +71,9 @@ class Starter:
             for rank, slot in enumerate(spec.placement)
             if slot.node_id == node_id and gang.is_born(rank)
         )
+        # The service's own interpreter, which is the default, may be another one there.
+        base = facts.python if spec.python == sys.executable else spec.python
+        own = python_in(Path(facts.state_dir), base, spec.requirements) if spec.requirements else None
         return SupervisorSpec(
             job_id=spec.job_id,
             incarnation=spec.incarnation,
@@ -80,8 +84,9 @@ class Starter:
             incarnation_dir=facts.path_here(spec.incarnation_dir, self._state_dir),
             state_dir=facts.state_dir,
             lock_dir=facts.lock_dir,
-            # The service's own interpreter, which is the default, may be another one there.
-            python=facts.python if spec.python == sys.executable else spec.python,
+            python=base if own is None else str(own),
+            base_python=base if own is not None else "",
+            requirements=spec.requirements,
             env=facts.worker_env(spec.env),
             workers=workers,
             lease_s=spec.lease_s,

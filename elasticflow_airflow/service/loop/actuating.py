@@ -220,6 +220,7 @@ class Actuator:
             placement=placement_from_json(generation.placement).slots,
             session=session,
             python=python_of(row),
+            requirements=command.requirements,
             env=dict(command.env),
             secret_env=self.secrets(row),
             mode=RescaleMode(generation.mode),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from elasticflow_airflow.api import EventKind, JobSubmission, State, largest_share
 from elasticflow_airflow.api.event_data import SubmittedData
+from elasticflow_airflow.engines.port import EngineError
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.config import Objective
@@ -25,6 +26,7 @@ from elasticflow_airflow.service.decisions import lateness, loss_target, recurri
 from elasticflow_airflow.service.decisions.deciding import feed, feed_submitted
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.scheduler_job import job_of_row, logical_workers, most_workers
+from elasticflow_airflow.service.decisions.session_settings import python_of
 from elasticflow_airflow.service.decisions.task_history import Past
 from elasticflow_airflow.service.job_files.candidates import CandidateService
 from elasticflow_airflow.service.renewals import Renewals
@@ -37,18 +39,41 @@ _TASKS_AT_ONCE = 200
 """For so many new jobs what is known of their tasks is loaded together."""
 
 
-def introduce(
-    context: PassContext, device_type: str, slots: int, candidate_service: CandidateService, within_s: float
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Preparing:
+    """Prepares what an incarnation needs before the scheduler is asked about it; neither part blocks."""
+
+    candidate_service: CandidateService
+    """Copies the checkpoint that it resumes from."""
+    prepare_environment: Callable[[str, tuple[str, ...]], bool]
+    """Builds the environment of its workers (see the engine port)."""
+
+    def is_ready(self, context: PassContext, row: IncarnationRow) -> bool:
+        """Return whether it can be introduced. One whose environment cannot be built ends."""
+        return resuming.is_ready(context, row, self.candidate_service) and self._has_environment(context, row)
+
+    def _has_environment(self, context: PassContext, row: IncarnationRow) -> bool:
+        requirements = row.submission.command.requirements
+        if not requirements:
+            return True
+        try:
+            if self.prepare_environment(python_of(row), requirements):
+                return True
+        except EngineError as error:
+            row.introduced, row.verdict = True, StoredVerdict()
+            context.end(row, State.FAILED, Reason("{failure:text}", failure=str(error)), failure=str(error))
+        else:
+            row.state_reason = Reason("waits for its environment: what it requires is being installed")
+        return False
+
+
+def introduce(context: PassContext, device_type: str, slots: int, preparing: Preparing, within_s: float) -> None:
     """Ask the scheduler about new incarnations whose predecessors have all ended, for at most ``within_s`` seconds.
 
-    ``slots`` is the number of slots in the cluster. ``candidate_service`` copies the checkpoint that an incarnation
-    resumes from; the incarnation is introduced once the copy exists.
+    ``slots`` is the number of slots in the cluster.
     """
     asked: list[IncarnationRow] = []
-    feed_submitted(
-        context, _newcomers(context, device_type, slots, candidate_service, time.monotonic() + within_s, asked)
-    )
+    feed_submitted(context, _newcomers(context, device_type, slots, preparing, time.monotonic() + within_s, asked))
     for row in asked:
         with context.on_behalf_of(row.job_id, "asking the scheduler about it"):
             if row.target and row.target.at_most is not None and context.knows(row.job_id) and not row.ending:
@@ -61,7 +86,7 @@ def _newcomers(
     context: PassContext,
     device_type: str,
     slots: int,
-    candidate_service: CandidateService,
+    preparing: Preparing,
     until_s: float,
     asked: list[IncarnationRow],
 ) -> Iterator[Job]:
@@ -80,7 +105,7 @@ def _newcomers(
             if any(not one.terminal for one in earlier) or context.knows(row.job_id):
                 continue
             row.logical_workers = logical_workers(row.submission)
-            if resuming.is_ready(context, row, candidate_service):
+            if preparing.is_ready(context, row):
                 job = _introduce(context, row, device_type, slots)
         if job is not None:
             asked.append(row)

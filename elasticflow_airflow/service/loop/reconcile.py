@@ -446,7 +446,13 @@ class Reconciler:
         """Decide on new submissions and on amendments."""
         began_s = time.perf_counter()
         slots = sum(node.slots for node in self._nodes)
-        introducing.introduce(context, self.device_type, slots, self._candidate_service, self._crowd_s)
+        introducing.introduce(
+            context,
+            self.device_type,
+            slots,
+            introducing.Preparing(self._candidate_service, self._engine.prepare_environment),
+            self._crowd_s,
+        )
         self._heard_s += time.perf_counter() - began_s
         introducing.amend(context)
 

@@ -62,6 +62,9 @@ class SupervisorSpec:
     state_dir: str
     lock_dir: str
     python: str
+    base_python: str = ""
+    """With ``requirements``: the interpreter to whose packages they are added; ``python`` is their environment's."""
+    requirements: tuple[str, ...] = ()
     env: Mapping[str, str]
     workers: tuple[WorkerSpec, ...]
     lease_s: float
@@ -78,7 +81,8 @@ class SupervisorSpec:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> SupervisorSpec:
         """Inverse of ``asdict``."""
-        return cls(**{**raw, "workers": tuple(WorkerSpec(**worker) for worker in raw["workers"])})
+        workers = tuple(WorkerSpec(**worker) for worker in raw["workers"])
+        return cls(**{**raw, "workers": workers, "requirements": tuple(raw.get("requirements", ()))})
 
     @property
     def is_plain(self) -> bool:
