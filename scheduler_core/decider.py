@@ -183,34 +183,32 @@ class Decider:
         return now < undecided_until(live, self.state.layout, now, self.config, deadline_s) - TOLERANCE_S
 
     def _worth_a_trial(self, live: LiveJob, now: float) -> int:
-        """Return the size to measure first, on slots that are free now, if only its uncertain curve prevents admission.
+        """Return the size to measure first, on slots that no promise needs now, if only its unsure curve keeps it out.
 
         0: it would also be refused with an exact curve, or nothing can be measured.
         """
         twin = live.as_told(self.config)
         if twin is None:
             return 0
-        free, spoken_for = self._slots_to_try_on(now)
-        most = free.bit_count() - spoken_for
-        if most < live.job.min_workers:
-            return 0
         draft = self.ask(twin, now, thorough=False).draft
         if draft is None:
             return 0
         first = draft.courses[live.job_id].holdings[0]
         size = first.mask.bit_count()
-        tried = live.is_certain(size, self.config) or size in live.failed_sizes
-        taken = first.start_s > now + TOLERANCE_S or first.mask & ~free or size > most
-        return 0 if tried or taken else size
+        if first.start_s > now + TOLERANCE_S or live.is_certain(size, self.config) or size in live.failed_sizes:
+            return 0
+        return size if size <= self._slots_to_try_on(draft, live, now) else 0
 
-    def _slots_to_try_on(self, now: float) -> tuple[int, int]:
-        """Return the slots that no job holds, and the number of slots that pending trials of other jobs need."""
-        free, spoken_for = self.state.layout.usable_at(now), 0
-        for job in self.state.jobs.values():
+    def _slots_to_try_on(self, draft: Draft, live: LiveJob, now: float) -> int:
+        """Return how many slots nobody is measured on, or keeps in a draft now, less those that pending trials need."""
+        measured = [job for job in self.state.jobs.values() if job.phase is Phase.PROFILING]
+        free = self.state.layout.usable_at(now)
+        for job in measured:
             free &= ~job.mask
-            if not job.mask:
-                spoken_for += job.trial
-        return free, spoken_for
+        for job_id, course in draft.courses.items():
+            if job_id != live.job_id:
+                free &= ~next((h.mask for h in course.holdings if h.start_s <= now + TOLERANCE_S < h.end_s), 0)
+        return free.bit_count() - sum(job.trial for job in measured if not job.mask)
 
     def _try_out(self, live: LiveJob, size: int, now: float) -> list[Decision]:
         """Measure a job at one size before it is promised or refused; refuse it if the slots are gone again."""

@@ -50,6 +50,18 @@ def test_reports_measure_it_too(make_job: Any, nodes: Any) -> None:
     assert [len(of(one, de.Admit)) for one in told] == [0, 0, 1]
 
 
+def test_slots_that_others_hold_only_because_they_have_grown_are_enough(make_job: Any, nodes: Any) -> None:
+    scheduler = Scheduler(SERVED, nodes(2))
+    (grown,) = of(submit(scheduler, make_job("b", steps=500, deadline=2000, curve={1: 1.0, 2: 1.9})), de.Resize)
+    assert len(grown.placement.slots) == 2
+    scheduler.handle(ev.GangStarted("b", grown.placement), 0.0)
+    decided = submit(scheduler, make_job("a", **TIGHT), 1.0)
+    assert {(d.job_id, len(d.placement.slots), d.purpose) for d in of(decided, de.Resize)} == {
+        ("a", 1, de.Purpose.PROFILE),
+        ("b", 1, de.Purpose.TRAIN),
+    }
+
+
 def test_nobody_is_tried_who_could_not_make_it_as_told_or_not_begin_now(make_job: Any, nodes: Any) -> None:
     scheduler = Scheduler(SERVED, nodes(1))
     assert of(submit(scheduler, make_job("a", **(TIGHT | {"deadline": 990}))), de.Reject)

@@ -5,13 +5,16 @@ Killing a machine's init with its link down is a power cut; taking the link down
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 _NUMBERS = itertools.count()
@@ -87,6 +90,18 @@ class Machines:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ).wait()
+
+    def processes(self, index: int) -> Iterator[psutil.Process]:
+        """Yield the processes on a machine."""
+        yield from self._in_network(f"/run/netns/{self._space(index)}")
+
+    @staticmethod
+    def _in_network(network: str) -> Iterator[psutil.Process]:
+        wanted = os.stat(network).st_ino
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.stat(f"/proc/{process.pid}/ns/net").st_ino == wanted:
+                    yield process
 
     def cut(self, index: int) -> None:
         """Take the link of a machine down."""

@@ -12,10 +12,8 @@ from support.machines import Machines
 TOKEN = "a-token-of-the-tests"
 
 
-def start_agent(
-    base: Path, node_id: str, listen: str, slots: int, machines: Machines | None = None, index: int = 0
-) -> tuple[subprocess.Popen[str], str]:
-    """Start an agent, on this machine or on one of ``machines``; return its process and its address."""
+def agent_command(base: Path, node_id: str, listen: str, slots: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command line of an agent, and its environment."""
     options = {
         "--folder": base / node_id,
         "--shared-dir": base / "shared",
@@ -28,7 +26,14 @@ def start_agent(
         *(sys.executable, "-c", "from elasticflow_airflow.cli.main import main; main()", "node"),
         *(str(word) for pair in options.items() for word in pair),
     ]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ELASTICFLOW_NODE_TOKEN": TOKEN}
+    return command, {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ELASTICFLOW_NODE_TOKEN": TOKEN}
+
+
+def start_agent(
+    base: Path, node_id: str, listen: str, slots: int, machines: Machines | None = None, index: int = 0
+) -> tuple[subprocess.Popen[str], str]:
+    """Start an agent, on this machine or on one of ``machines``; return its process and its address."""
+    command, env = agent_command(base, node_id, listen, slots)
     if machines is None:
         agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     else:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -92,7 +92,7 @@ class RayMachines(Machines):
 
     def kill_raylet(self, index: int) -> None:
         """Kill Ray on a machine, but for what others started there."""
-        for process in self._processes(f"/run/netns/{self._space(index)}"):
+        for process in self.processes(index):
             if "raylet" in process.name() or "ray/scripts" in " ".join(process.cmdline()):
                 process.kill()
 
@@ -107,28 +107,19 @@ class RayMachines(Machines):
     def workers(self, index: int) -> list[str]:
         """Return the command lines of our workers and supervisors on a machine."""
         found = []
-        for process in self._processes(f"/run/netns/{self._space(index)}"):
+        for process in self.processes(index):
             with contextlib.suppress(psutil.Error):
                 found.append(" ".join(process.cmdline()))
         return [line for line in found if "torchrun" in line or "workers.supervisor" in line]
 
     def kill_head(self) -> None:
         """Kill the head and all that belongs to it on this machine."""
-        for process in self._processes("/proc/self/ns/net"):
+        for process in self._in_network("/proc/self/ns/net"):
             with contextlib.suppress(psutil.Error):
                 if str(self._folder) in " ".join(process.cmdline()):
                     process.kill()
         if self.head is not None:
             self.head.wait()
-
-    @staticmethod
-    def _processes(network: str) -> Iterator[psutil.Process]:
-        """Yield the processes in a network namespace."""
-        wanted = os.stat(network).st_ino
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError, psutil.Error):
-                if os.stat(f"/proc/{process.pid}/ns/net").st_ino == wanted:
-                    yield process
 
     def _env(self) -> dict[str, str]:
         return {**os.environ, **self.ray_env, "CUDA_VISIBLE_DEVICES": ""}

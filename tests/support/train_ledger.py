@@ -2,9 +2,14 @@
 
 The model has one parameter more for each sample, whose gradient is the sample's weight in the batch. Its part of the
 optimizer is plain gradient descent with the batch's size as learning rate: each use of a sample takes one off.
+
+With ``TEST_HISTORY``, a folder, each worker adds a line to the file ``steps`` there before and after each step: when, on
+which machine, which process and worker of which job. The file ``hurry`` there, or in the incarnation's folder, ends the
+pauses between steps.
 """
 
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -17,7 +22,12 @@ from elasticflow_airflow import runtime
 
 BATCH, SAMPLES = 32, 880  # the last batch of an epoch is short: 16 of 32
 
+HISTORY = os.environ.get("TEST_HISTORY")
+
 session = runtime.init()
+hurry = Path(HISTORY or session.config.incarnation_dir, "hurry")
+steps = os.open(Path(HISTORY, "steps"), os.O_WRONLY | os.O_APPEND | os.O_CREAT) if HISTORY else None
+who = f"{socket.gethostname()} {os.getpid()} {os.environ.get('ELASTICFLOW_WORKER')} {session.config.job_id}"
 torch.manual_seed(5)
 
 
@@ -47,8 +57,15 @@ optimizer = torch.optim.SGD(
 session.register(model=model, optimizer=optimizer)
 loader = session.dataloader(data, global_batch_size=BATCH, num_workers=int(os.environ.get("TEST_FETCHERS", "0")))
 
+
+def note() -> None:
+    if steps is not None:
+        os.write(steps, f"{time.time():.4f} {who} {session.steps_done}\n".encode())
+
+
 for epoch in session.epochs():
     for batch in loader:
+        note()
         with session.step() as step:
             for inputs, numbers, targets in step.split(batch):
                 logits, used = model(inputs, numbers)
@@ -57,7 +74,8 @@ for epoch in session.epochs():
             optimizer.param_groups[1]["lr"] = float(step.batch.global_samples)
             optimizer.step()
             optimizer.zero_grad()
-        if not Path(session.config.incarnation_dir, "hurry").exists():
+        note()
+        if not hurry.exists():
             time.sleep(float(os.environ.get("TEST_STEP_S", "0.01")))
     if not session.is_warming_up:
         counts = (-model.uses.detach()).to(torch.float64)
@@ -65,4 +83,5 @@ for epoch in session.epochs():
 
 if not session.is_warming_up:  # the training may have ended before it could join
     print(f"WEIGHTS {digest_of(model)} {session.steps_done}", flush=True)
-session.finish()
+uses = -model.uses.detach().to(torch.float64)
+session.finish(metrics={"least": float(uses.min()), "most": float(uses.max()), "weights": digest_of(model)})

@@ -1,0 +1,298 @@
+"""Faults at random on a cluster of three machines, judged by the history that the workers themselves write.
+
+Whatever is killed, stopped, cut off or drained: no two workers ever train on one slot at a time, no checkpoint is
+published twice, every sample is used once an epoch, the weights are those of an undisturbed training, and nobody is
+left. What is random comes from ``FAULTS_SEED``, which is printed; ``FAULTS`` is their number.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+from support.gang import Gang
+from support.machines import Machines, need_namespaces
+from support.node_agents import TOKEN, agent_command, start_agent
+from support.trial import Trial, trial_parts
+
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.client import snapshot_script
+
+pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
+SCRIPT = Path(__file__).parents[2] / "support" / "train_ledger.py"
+NODES = 3
+BATCH, STEPS_PER_EPOCH = 32, 28
+SUSPICION_S = 3
+EPOCHS_A_FAULT = 6
+"""A training of so many epochs for each fault is not over before the last one."""
+SETTLED_S = 120.0
+
+
+class Mark(NamedTuple):
+    """A worker was there, before or after a step."""
+
+    at: float
+    machine: str
+    worker: tuple[str, ...]
+
+
+@dataclass
+class FaultyTrial(Trial):
+    """A service over machines with a slot each, their faults, and the history."""
+
+    machines: Machines = field(default_factory=lambda: Machines(NODES))
+    random: random.Random = field(default_factory=random.Random)
+    history: Path = field(default_factory=Path)
+    done: Counter[str] = field(default_factory=Counter)
+
+    def start_node(self, index: int) -> None:
+        start_agent(self.state_dir.parent, f"node{index}", self.listen(index), 1, self.machines, index)
+
+    def listen(self, index: int) -> str:
+        return f"{self.machines.addresses[index]}:8322"
+
+    def train(self, task: str, epochs: int) -> str:
+        snapshot = snapshot_script(SCRIPT)
+        self.client.upload_snapshot(snapshot)
+        submission = JobSubmission(
+            identity=JobIdentity(dag_id="daily", run_id="run1", task_id=task),
+            command=Command(
+                snapshot=snapshot.sha256,
+                script=SCRIPT.name,
+                env={"TEST_HISTORY": str(self.history), "TEST_STEP_S": "0.08"},
+            ),
+            length=Length(epochs=epochs),
+            global_batch_size=BATCH,
+            max_workers=2,
+            logical_workers=8,
+            seed=7,
+            scaling_curve={1: 6.0, 2: 9.0},
+            best_effort=True,
+        )
+        job_id = submission.identity.job_id
+        self.claims[job_id] = self.client.submit(submission).claim
+        return job_id
+
+    # -- faults. Each returns what undoes it.
+
+    def below_supervisors(self, index: int) -> list[psutil.Process]:
+        found = [one for supervisor in self.supervisors(index) for one in supervisor.children(recursive=True)]
+        return found
+
+    def supervisors(self, index: int) -> list[psutil.Process]:
+        return self.named(index, "workers.supervisor")
+
+    def named(self, index: int, what: str) -> list[psutil.Process]:
+        return [one for one in self.machines.processes(index) if what in " ".join(one.cmdline())]
+
+    def signal(self, found: list[psutil.Process], number: signal.Signals) -> None:
+        if found:
+            self.random.choice(found).send_signal(number)
+
+    def kill_a_worker(self, index: int) -> None:
+        self.signal(self.below_supervisors(index), signal.SIGKILL)
+
+    def stop_a_worker(self, index: int) -> None:
+        self.signal(self.below_supervisors(index), signal.SIGSTOP)
+
+    def kill_a_supervisor(self, index: int) -> None:
+        self.signal(self.supervisors(index), signal.SIGKILL)
+
+    def stop_a_supervisor(self, index: int) -> Callable[[], None]:
+        found = self.supervisors(index)
+        self.signal(found, signal.SIGSTOP)
+
+        def wake() -> None:
+            for one in found:
+                if one.is_running():
+                    one.send_signal(signal.SIGCONT)
+
+        return wake
+
+    def kill_the_agent(self, index: int) -> Callable[[], None]:
+        for one in self.agents(index):
+            one.kill()
+        command, env = agent_command(self.state_dir.parent, f"node{index}", self.listen(index), 1)
+        return lambda: self.machines.run_beside(index, command, env)
+
+    def stop_the_agent(self, index: int) -> Callable[[], None]:
+        found = self.agents(index)
+        for one in found:
+            one.suspend()
+        return lambda: [one.resume() for one in found]  # type: ignore[return-value]
+
+    def agents(self, index: int) -> list[psutil.Process]:
+        return [one for one in self.named(index, "cli.main import main") if one.name() != "sh"]
+
+    def cut_the_power(self, index: int) -> Callable[[], None]:
+        self.machines.cut_power(index)
+
+        def start() -> None:
+            self.machines.heal(index)
+            self.start_node(index)
+
+        return start
+
+    def cut_it_off(self, index: int) -> Callable[[], None]:
+        self.machines.cut(index)
+        return lambda: self.machines.heal(index)
+
+    def drain(self, index: int) -> Callable[[], None]:
+        self.client.drain(f"node{index}", time.time() + SUSPICION_S)
+
+        def undo() -> None:
+            self.client.drain(f"node{index}", None)
+
+        return undo
+
+    def kill_the_service(self, index: int) -> Callable[[], None]:  # noqa: ARG002  (it is on none of them)
+        assert self.service is not None
+        self.service.kill()
+        self.service.wait()
+        return self.start
+
+    def faults(self) -> list[Callable[[int], Callable[[], None] | None]]:
+        return [
+            *(self.kill_a_worker, self.stop_a_worker, self.kill_a_supervisor, self.stop_a_supervisor),
+            *(self.kill_the_agent, self.stop_the_agent, self.cut_the_power, self.cut_it_off),
+            *(self.drain, self.kill_the_service),
+        ]
+
+    def spoil(self, fault: Callable[[int], Callable[[], None] | None]) -> None:
+        """One fault, for shorter or longer than its node is suspected, and what follows."""
+        index, lasts_s = self.random.randrange(NODES), self.random.choice([0.5, 1.5, 2 * SUSPICION_S])
+        print(f"{time.time():.1f} {fault.__name__} of node{index}, for {lasts_s} s", flush=True)
+        undo = fault(index)
+        time.sleep(lasts_s)
+        if undo is not None:
+            undo()
+        self.done[fault.__name__] += 1
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until all machines are there, and all jobs train on."""
+        self.wait(lambda: self.nodes() == {f"node{index}" for index in range(NODES)}, "all nodes are there", SETTLED_S)
+        for job, claim in self.claims.items():
+            step = self.client.renew(job, claim).step
+            self.wait(lambda j=job, s=step: self.client.status(j).step > s + 2, f"{job} trains on", SETTLED_S)
+
+    def nodes(self) -> set[str]:
+        return {slot.node_id for slot in self.client.health().slots}
+
+    # -- the judge
+
+    def judge(self, weights: set[str], epochs: int) -> list[str]:
+        """Return what is wrong with the history."""
+        wrong = self.two_on_one_slot()
+        for job in self.claims:
+            status, events = self.client.status(job), self.client.events(job)
+            assert status.result is not None, self.story()
+            metrics = status.result.metrics or {}
+            if {metrics["weights"]} != weights:
+                wrong.append(f"{job}: its weights are others than without faults")
+            if (metrics["least"], metrics["most"]) != (epochs, epochs):
+                wrong.append(f"{job}: samples were used {metrics['least']} to {metrics['most']} times, not {epochs}")
+            if status.result.steps != epochs * STEPS_PER_EPOCH:
+                wrong.append(f"{job}: {status.result.steps} steps")
+            published = [event.data["step"] for event in events if event.kind == "checkpoint"]
+            wrong += [f"{job}: published {one}, then {other}" for one, other in pairwise(published) if other <= one]
+            ends = [event.kind for event in events if event.kind in ("succeeded", "failed", "cancelled")]
+            if ends != ["succeeded"]:
+                wrong.append(f"{job}: ended as {ends}")
+            if status.incarnation != 1:
+                wrong.append(f"{job}: it has begun {status.incarnation} times")
+        return wrong
+
+    def two_on_one_slot(self) -> list[str]:
+        lives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+        marks = self.marks()
+        for mark in marks:
+            lives.setdefault((mark.machine, mark.worker), []).append(mark.at)
+        spans = sorted((machine, min(times), max(times), worker) for (machine, worker), times in lives.items())
+        print(f"{len(marks)} marks of {len(spans)} workers")
+        return [
+            f"{machine}: {worker} trained until {until:.2f}, {other} from {begun:.2f}"
+            for (machine, _, until, worker), (same, begun, _, other) in pairwise(spans)
+            if machine == same and begun < until
+        ]
+
+    def marks(self) -> list[Mark]:
+        lines = (line.split() for line in (self.history / "steps").read_text().splitlines())
+        return [Mark(float(at), machine, tuple(worker)) for at, machine, *worker, _ in lines]
+
+
+@pytest.fixture
+def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyTrial]:
+    need_namespaces()
+    seed = int(os.environ.get("FAULTS_SEED", random.randrange(2**31)))
+    print(f"FAULTS_SEED={seed}")
+    trial = FaultyTrial(*trial_parts(daemons, open_client, tmp_path, monkeypatch))
+    trial.random, trial.history = random.Random(seed), tmp_path / "history"
+    trial.history.mkdir()
+    trial.settings = {
+        "engine": "cluster",
+        "nodes": ",".join(f"http://{trial.listen(index)}" for index in range(NODES)),
+        "shared_dir": trial.state_dir.parent / "shared",
+        "node_token": TOKEN,
+        "suspicion_s": SUSPICION_S,
+        "grace_s": 5,
+        "max_restarts": 1000,
+        "max_recoveries": 1000,
+    }
+    try:
+        for index in range(NODES):
+            trial.start_node(index)
+        trial.start()
+        yield trial
+    finally:
+        trial.machines.close()
+    trial.end()
+
+
+def undisturbed(root: Path, epochs: int) -> set[str]:
+    """The weights of one worker alone."""
+    with Gang(root, SCRIPT, {"TEST_STEP_S": "0"}, epochs=epochs, global_batch_size=BATCH, logical_workers=8) as gang:
+        gang.plan("alone")
+        assert gang.finish() == {"alone": 0}, gang.story()
+        return {line.split()[1] for line in gang.output() if line.startswith("WEIGHTS")}
+
+
+def suffer(trial: FaultyTrial, root: Path, count: int) -> None:
+    count = int(os.environ.get("FAULTS", count))
+    epochs = EPOCHS_A_FAULT * count
+    for task in ("one", "other"):
+        trial.train(task, epochs)
+    trial.settle()
+    kinds = trial.faults()
+    trial.random.shuffle(kinds)
+    for fault in [*kinds, *(trial.random.choice(kinds) for _ in range(count))][:count]:
+        trial.spoil(fault)
+    assert all(trial.client.status(job).state == "running" for job in trial.claims), "too short for these faults"
+    (trial.history / "hurry").touch()
+    for job, claim in trial.claims.items():
+        trial.wait(lambda j=job, c=claim: trial.client.renew(j, c).state.terminal, f"{job} ends", 400)
+    print(dict(trial.done))
+    wrong = trial.judge(undisturbed(root / "undisturbed", epochs), epochs)
+    assert not wrong, "\n".join([*wrong, trial.story()])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_history_of_faults_is_one_of_a_training_without_any(trial: FaultyTrial, tmp_path: Path) -> None:
+    suffer(trial, tmp_path, 15)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_history_of_a_hundred_faults_is_one_of_a_training_without_any(trial: FaultyTrial, tmp_path: Path) -> None:
+    suffer(trial, tmp_path, 100)
