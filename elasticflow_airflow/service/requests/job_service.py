@@ -39,6 +39,8 @@ from elasticflow_airflow.service.store.tables import AmendmentRow, AvoidedSlotRo
 from elasticflow_airflow.service.store.views import status_of
 from elasticflow_airflow.times import moment
 
+_SETTINGS = ("python", "requirements", "working_dir", "env")
+"""Of a command: they change the training, but not which training it is."""
 _NAMED_FILES = 10
 
 
@@ -300,6 +302,12 @@ class JobService:
         if row.terminal:
             return [], None
         warnings = self._warn_of_changed_code(asked.command.snapshot, submission.command.snapshot)
+        changed = [name for name in _SETTINGS if getattr(asked.command, name) != getattr(submission.command, name)]
+        if changed:
+            warnings.append(
+                f"{'=, '.join(changed)}= differ from what the job was submitted with, and it goes on with that. Clear the "
+                "task after it has ended to train with the new ones."
+            )
         wanted: dict[str, Any] = {
             "deadline_at": submission.deadline_at,
             "best_effort": submission.best_effort,

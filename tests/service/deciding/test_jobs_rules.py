@@ -504,6 +504,18 @@ def test_changed_code_is_told_with_the_names_of_the_files(world):
     assert gang.spec.session.code_dir == str(world.snapshots.path(old)), "what runs is what was submitted first"
 
 
+def test_a_live_job_goes_on_with_the_packages_and_variables_that_it_was_submitted_with(world):
+    first = Command(snapshot=world.sha256, script="train.py", requirements=("numpy==2.0",), env={"A": "1"})
+    job = world.submit(within=600, command=first)
+    changed = first.model_copy(update={"requirements": ("numpy==2.1",), "env": {"A": "2"}})
+    again = world.submit(within=600, command=changed)
+    assert (again.created, again.job.incarnation) == (False, job.job.incarnation)
+    (warning,) = again.warnings
+    assert warning.startswith("requirements=, env= differ from what the job was submitted with")
+    assert world.row(job).submission.command.requirements == ("numpy==2.0",)
+
+
+
 def test_init_from_latest_takes_the_weights_of_the_last_success_of_another_run(world):
     sunday = world.submit(run="sunday", within=600, scaling_curve=CURVE, init_from="latest")
     assert "starts fresh" in world.events(sunday, "initialised")[0].reason
