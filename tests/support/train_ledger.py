@@ -3,9 +3,9 @@
 The model has one parameter more for each sample, whose gradient is the sample's weight in the batch. Its part of the
 optimizer is plain gradient descent with the batch's size as learning rate: each use of a sample takes one off.
 
-With ``TEST_HISTORY``, a folder, each worker adds a line to the file ``steps`` there before and after each step: when, on
-which machine, which process and worker of which job. The file ``hurry`` there, or in the incarnation's folder, ends the
-pauses between steps.
+With ``TEST_HISTORY``, a folder, each worker adds a line to the file ``steps`` there before and after each step: when,
+on which machine, which process and worker of which job. The file ``hurry`` there, or in the incarnation's folder, ends
+the pauses between steps.
 """
 
 import os

@@ -38,7 +38,7 @@ class Trial:
 
     def start(self) -> None:
         quick = {"checkpoint_interval_s": 5, "profile_s": 1, "heartbeat_limit_s": 6, "max_recoveries": 10}
-        self.service = self.daemons.popen("state", **quick, **self.settings)
+        self.service = self.daemons.popen("state", **{**quick, **self.settings})
 
     def end(self) -> None:
         """End the service, and what runs on this machine: nobody may be left."""

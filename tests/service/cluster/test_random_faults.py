@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import pytest
@@ -36,14 +35,6 @@ SUSPICION_S = 3
 EPOCHS_A_FAULT = 6
 """A training of so many epochs for each fault is not over before the last one."""
 SETTLED_S = 120.0
-
-
-class Mark(NamedTuple):
-    """A worker was there, before or after a step."""
-
-    at: float
-    machine: str
-    worker: tuple[str, ...]
 
 
 @dataclass
@@ -86,8 +77,7 @@ class FaultyTrial(Trial):
     # -- faults. Each returns what undoes it.
 
     def below_supervisors(self, index: int) -> list[psutil.Process]:
-        found = [one for supervisor in self.supervisors(index) for one in supervisor.children(recursive=True)]
-        return found
+        return [one for supervisor in self.supervisors(index) for one in supervisor.children(recursive=True)]
 
     def supervisors(self, index: int) -> list[psutil.Process]:
         return self.named(index, "workers.supervisor")
@@ -132,7 +122,7 @@ class FaultyTrial(Trial):
         return lambda: [one.resume() for one in found]  # type: ignore[return-value]
 
     def agents(self, index: int) -> list[psutil.Process]:
-        return [one for one in self.named(index, "cli.main import main") if one.name() != "sh"]
+        return [one for one in self.named(index, "cli.main import main") if one.name().startswith("python")]
 
     def cut_the_power(self, index: int) -> Callable[[], None]:
         self.machines.cut_power(index)
@@ -155,7 +145,7 @@ class FaultyTrial(Trial):
 
         return undo
 
-    def kill_the_service(self, index: int) -> Callable[[], None]:  # noqa: ARG002  (it is on none of them)
+    def kill_the_service(self, index: int) -> Callable[[], None]:
         assert self.service is not None
         self.service.kill()
         self.service.wait()
@@ -168,15 +158,17 @@ class FaultyTrial(Trial):
             *(self.drain, self.kill_the_service),
         ]
 
-    def spoil(self, fault: Callable[[int], Callable[[], None] | None]) -> None:
-        """One fault, for shorter or longer than its node is suspected, and what follows."""
-        index, lasts_s = self.random.randrange(NODES), self.random.choice([0.5, 1.5, 2 * SUSPICION_S])
-        print(f"{time.time():.1f} {fault.__name__} of node{index}, for {lasts_s} s", flush=True)
-        undo = fault(index)
+    def spoil(self, *faults: Callable[[int], Callable[[], None] | None]) -> None:
+        """Faults at once, each on another machine, for shorter or longer than a node is suspected; and what follows."""
+        lasts_s = self.random.choice([0.5, 1.5, 2 * SUSPICION_S])
+        undo = []
+        for fault, index in zip(faults, self.random.sample(range(NODES), len(faults)), strict=True):
+            print(f"{time.time():.1f} {fault.__name__} of node{index}, for {lasts_s} s", flush=True)
+            undo.append(fault(index))
+            self.done[fault.__name__] += 1
         time.sleep(lasts_s)
-        if undo is not None:
-            undo()
-        self.done[fault.__name__] += 1
+        for one in filter(None, undo):
+            one()
         self.settle()
 
     def settle(self) -> None:
@@ -193,7 +185,7 @@ class FaultyTrial(Trial):
 
     def judge(self, weights: set[str], epochs: int) -> list[str]:
         """Return what is wrong with the history."""
-        wrong = self.two_on_one_slot()
+        wrong = two_on_one_slot((self.history / "steps").read_text())
         for job in self.claims:
             status, events = self.client.status(job), self.client.events(job)
             assert status.result is not None, self.story()
@@ -213,22 +205,20 @@ class FaultyTrial(Trial):
                 wrong.append(f"{job}: it has begun {status.incarnation} times")
         return wrong
 
-    def two_on_one_slot(self) -> list[str]:
-        lives: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-        marks = self.marks()
-        for mark in marks:
-            lives.setdefault((mark.machine, mark.worker), []).append(mark.at)
-        spans = sorted((machine, min(times), max(times), worker) for (machine, worker), times in lives.items())
-        print(f"{len(marks)} marks of {len(spans)} workers")
-        return [
-            f"{machine}: {worker} trained until {until:.2f}, {other} from {begun:.2f}"
-            for (machine, _, until, worker), (same, begun, _, other) in pairwise(spans)
-            if machine == same and begun < until
-        ]
 
-    def marks(self) -> list[Mark]:
-        lines = (line.split() for line in (self.history / "steps").read_text().splitlines())
-        return [Mark(float(at), machine, tuple(worker)) for at, machine, *worker, _ in lines]
+def two_on_one_slot(history: str) -> list[str]:
+    """Return which workers trained on a machine's only slot while another one did."""
+    lives: dict[tuple[str, str], list[float]] = {}
+    for line in history.splitlines():
+        at, machine, *worker, _ = line.split()
+        lives.setdefault((machine, " ".join(worker)), []).append(float(at))
+    spans = sorted((machine, min(times), max(times), worker) for (machine, worker), times in lives.items())
+    print(f"{sum(map(len, lives.values()))} marks of {len(spans)} workers")
+    return [
+        f"{machine}: {worker} trained until {until:.2f}, {other} from {begun:.2f}"
+        for (machine, _, until, worker), (same, begun, _, other) in pairwise(spans)
+        if machine == same and begun < until
+    ]
 
 
 @pytest.fixture
@@ -275,8 +265,9 @@ def suffer(trial: FaultyTrial, root: Path, count: int) -> None:
     trial.settle()
     kinds = trial.faults()
     trial.random.shuffle(kinds)
-    for fault in [*kinds, *(trial.random.choice(kinds) for _ in range(count))][:count]:
-        trial.spoil(fault)
+    left = [*kinds, *(trial.random.choice(kinds) for _ in range(count))][:count]
+    while left:
+        trial.spoil(*(left.pop() for _ in range(min(len(left), trial.random.choice([1, 1, 2])))))
     assert all(trial.client.status(job).state == "running" for job in trial.claims), "too short for these faults"
     (trial.history / "hurry").touch()
     for job, claim in trial.claims.items():
@@ -284,6 +275,14 @@ def suffer(trial: FaultyTrial, root: Path, count: int) -> None:
     print(dict(trial.done))
     wrong = trial.judge(undisturbed(root / "undisturbed", epochs), epochs)
     assert not wrong, "\n".join([*wrong, trial.story()])
+
+
+def test_two_workers_on_one_slot_are_found() -> None:
+    one, other = "machine0 11 g000001-r000 one", "machine0 12 g000001-r000 other"
+    assert two_on_one_slot(f"1.0 {one} 0\n2.0 {one} 1\n3.0 {other} 0\n4.0 {other} 1\n") == []
+    (wrong,) = two_on_one_slot(f"1.0 {one} 0\n2.5 {other} 0\n3.0 {one} 1\n4.0 {other} 1\n")
+    assert wrong == "machine0: 11 g000001-r000 one trained until 3.00, 12 g000001-r000 other from 2.50"
+    assert two_on_one_slot(f"1.0 {one} 0\n2.5 {other.replace('machine0', 'machine1')} 0\n3.0 {one} 1\n") == []
 
 
 @pytest.mark.slow

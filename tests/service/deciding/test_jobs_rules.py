@@ -515,7 +515,6 @@ def test_a_live_job_goes_on_with_the_packages_and_variables_that_it_was_submitte
     assert world.row(job).submission.command.requirements == ("numpy==2.0",)
 
 
-
 def test_init_from_latest_takes_the_weights_of_the_last_success_of_another_run(world):
     sunday = world.submit(run="sunday", within=600, scaling_curve=CURVE, init_from="latest")
     assert "starts fresh" in world.events(sunday, "initialised")[0].reason
