@@ -26,7 +26,7 @@ def test_a_file_gives_its_lines_and_those_that_it_includes(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--index-url https://example.org/simple", "is an option of pip"),
+        ("-i https://example.org/simple", "is an option of pip"),
         ("-e .", "is an option of pip"),
         ("./mine.whl", "is no requirement like"),
         ("numpy=2", "is no requirement like"),

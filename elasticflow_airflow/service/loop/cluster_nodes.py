@@ -198,20 +198,31 @@ def set_aside_nodes(avoided: Sequence[AvoidedSlotRow]) -> list[str]:
 
 
 def _held_by_slow_leavers(context: PassContext) -> dict[Slot, float]:
-    """Return the slots of gangs that were told to leave long ago, and when each should be free (UTC seconds)."""
+    """Return the slots that gangs should have left long ago, and when each should be free (UTC seconds)."""
     grace_s = context.settings.grace_s
     found: dict[Slot, float] = {}
     for row in context.rows:
         if row.terminal or row.ending:
             continue  # The scheduler knows that the job has its slots until it is over.
         with context.on_behalf_of(row.job_id, "looking whether its workers leave"):
+            desired, training = context.desired(row), context.training(row)
+            own = set() if desired is None else set(setting_aside.slots_of(desired))  # Its next gang waits there.
             for generation in context.open_of(row):
                 since = generation.notes.leaving_at
-                if generation.state != GangState.LEAVING or since is None or context.now - since < _SLOW * grace_s:
-                    continue
-                desired = context.desired(row)
-                own = set() if desired is None else set(setting_aside.slots_of(desired))  # Its next gang waits there.
-                late_s = max(0.0, context.now - (since + 2 * grace_s))
-                until_s = since + 2 * grace_s + _LONGER_S * math.ceil(late_s / _LONGER_S)
-                found |= dict.fromkeys(set(setting_aside.slots_of(generation)) - own, until_s)
+                if generation.state == GangState.LEAVING and since is not None:
+                    slow = _slow_until(context.now, since, grace_s, 2 * grace_s)
+                    found |= dict.fromkeys(set(setting_aside.slots_of(generation)) - own, slow) if slow else {}
+            if desired is not None and training is not None and training is not desired:
+                # Who leaves by a change in place trains on until all others are ready for it.
+                costs, limit_s = context.costs_of(row), context.settings.in_place_limit_s
+                due_s = desired.created_at + costs.join_s + costs.pause_s
+                slow = _slow_until(context.now, due_s, grace_s, limit_s)
+                found |= dict.fromkeys(set(setting_aside.slots_of(training)) - own, slow) if slow else {}
     return found
+
+
+def _slow_until(now: float, since: float, grace_s: float, limit_s: float) -> float | None:
+    """Return when slots should be free that were to be left at ``since``; None: they are not late yet."""
+    if now - since < _SLOW * grace_s:
+        return None
+    return since + limit_s + _LONGER_S * math.ceil(max(0.0, now - since - limit_s) / _LONGER_S)

@@ -305,8 +305,8 @@ class JobService:
         changed = [name for name in _SETTINGS if getattr(asked.command, name) != getattr(submission.command, name)]
         if changed:
             warnings.append(
-                f"{'=, '.join(changed)}= differ from what the job was submitted with, and it goes on with that. Clear the "
-                "task after it has ended to train with the new ones."
+                f"{'=, '.join(changed)}= differ from what the job was submitted with, and it goes on with that. Clear "
+                "the task after it has ended to train with the new ones."
             )
         wanted: dict[str, Any] = {
             "deadline_at": submission.deadline_at,

@@ -74,6 +74,12 @@ class FaultyTrial(Trial):
         self.claims[job_id] = self.client.submit(submission).claim
         return job_id
 
+    def story(self) -> str:
+        """What has happened, and what is now."""
+        lines = [super().story(), *(f"problem: {problem}" for problem in self.client.health().problems)]
+        lines += [repr(self.client.status(job)) for job in self.claims]
+        return "\n".join(lines)
+
     # -- faults. Each returns what undoes it.
 
     def below_supervisors(self, index: int) -> list[psutil.Process]:

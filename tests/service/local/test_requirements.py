@@ -54,5 +54,5 @@ def test_a_script_trains_with_what_it_requires(daemons, tmp_path: Path, monkeypa
     said = submit("--name", "gone", "--requirements", listed)
     assert "the environment for requirements= could not be built" in said
     assert wheel.name in said
-    listed.write_text("--index-url https://example.org\n")
+    listed.write_text("-i https://example.org\n")
     assert "is an option of pip" in submit("--requirements", listed)

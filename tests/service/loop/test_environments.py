@@ -8,6 +8,7 @@ from elasticflow_airflow.api import Command
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 LINES = ("accelerate==1.1.0",)
+MISSING = "mine @ file://" + "/nowhere.whl"
 
 
 def command(world, *lines):
@@ -31,11 +32,11 @@ def test_a_job_is_decided_on_once_its_environment_is_there(world):
 
 
 def test_an_environment_that_cannot_be_built_fails_its_job_and_no_other(world):
-    job = world.submit(within=900, steps=200, scaling_curve=CURVE, command=command(world, "mine @ file:///nowhere.whl"))
+    job = world.submit(within=900, steps=200, scaling_curve=CURVE, command=command(world, MISSING))
     done = world.ended(job)
     assert done.state == "failed"
     assert done.failure == (
-        "the environment for requirements= could not be built: mine @ file:///nowhere.whl: there is no such file"
+        "the environment for requirements= could not be built: " + MISSING + ": there is no such file"
     )
     assert not world.generations(job), "it never had a slot"
     assert world.ended(world.submit(run="other", within=100, steps=100, scaling_curve=CURVE)).state == "succeeded"

@@ -56,3 +56,20 @@ def test_a_gang_that_is_to_start_again_on_its_own_slots_waits_there(make_world):
     world.until(lambda: seen.update(avoided(world)) or world.status(job).state.terminal, "it ends")
     assert world.status(job).result.rescales == 1
     assert seen == set()
+
+
+@pytest.mark.trouble
+def test_a_promise_is_kept_though_the_change_in_place_hangs_that_gives_its_slots_up(make_world):
+    """Whoever leaves by it trains on until it is done: nobody has told it to leave."""
+    world = make_world(nodes=1, slots=3)
+    curve, fake = {1: 10.0, 2: 18.0}, {"in_place": True, "never_switches": True, "steps_per_s": {1: 10.0, 2: 18.0}}
+    hangs = world.submit(
+        task="hangs", steps=10**6, best_effort=True, fake=fake, scaling_curve=curve, min_workers=1, max_workers=2
+    )
+    world.until(lambda: world.status(hangs).workers == 2 and world.status(hangs).step > 5, "it trains with two")
+    other = world.submit(task="other", within=80, steps=400, **ONE)
+    world.until(lambda: world.status(other).step > 5, "it trains")
+    good = world.submit(task="good", within=150, steps=200, **ONE)
+    assert good.job.verdict.decision == "admitted"
+    assert world.ended(good).result.met, "\n".join(world.story())
+    assert world.status(hangs).state == "running"
