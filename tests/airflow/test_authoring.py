@@ -75,6 +75,7 @@ def test_a_function_decides_what_is_trained(run_dag, new_dag, client, tmp_path):
     assert {key: job.total_steps for key, job in jobs(client, dag).items()} == {("finetune", -1): 82, ("fixed", -1): 60}
 
 
+@pytest.mark.slow
 def test_what_a_function_may_not_return_is_said(run_dag, new_dag, client, capsys):
     with new_dag() as dag:
 
@@ -239,6 +240,7 @@ def test_a_model_goes_from_dag_to_dag_as_an_asset(run_dag, new_dag, client):
     assert client.story(refined.job_id).submission["init_from"] == first.result.checkpoint_path
 
 
+@pytest.mark.slow
 def test_a_sensor_waits_for_a_training_of_the_same_run(run_dag, new_dag, client):
     with new_dag() as dag:
         ElasticTrainOperator(task_id="train", **{**COMMON, "steps": 100})

@@ -161,6 +161,7 @@ def test_a_missing_xcom_is_named_before_anything_is_submitted(run_dag, new_dag, 
     assert jobs(client, dag) == {}
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_shows_its_last_lines(run_dag, new_dag, client, capsys):
     with new_dag() as dag:
         train(fake={"fail_at_step": 5, "failure": "RuntimeError: the loss fell off"})

@@ -350,6 +350,7 @@ def test_weights_are_checked_byte_by_byte_before_they_are_read(tmp_path):
         load_weights(trained(0).model, tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_whatever_is_damaged_the_one_before_is_used(tmp_path_factory, data):

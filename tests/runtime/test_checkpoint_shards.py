@@ -101,7 +101,7 @@ def is_what_they_have(info: CandidateInfo) -> None:
 @pytest.mark.parametrize(
     ("size", "mode"),
     [
-        (2, "background"),
+        pytest.param(2, "background", marks=pytest.mark.slow),
         pytest.param(4, "background", marks=pytest.mark.slow),
         pytest.param(2, "waiting", marks=pytest.mark.slow),
     ],

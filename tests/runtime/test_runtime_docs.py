@@ -29,6 +29,7 @@ def snippet(needle: str) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_the_example_runs_alone(session_globals, tmp_path, capsys):
     """As a person runs it, in a folder of its own; a second start finds that all is done."""
     script = str(DOCS / "examples/train_digits.py")

@@ -80,6 +80,7 @@ def test_a_second_service_on_the_same_state_directory_leaves_quietly(daemons):
     assert third.returncode == 1, "who was asked to serve and does not must say so"
 
 
+@pytest.mark.slow
 def test_it_leaves_when_nobody_needs_it_and_comes_back_when_somebody_does(daemons, open_client, tmp_path):
     client = open_client(daemons.embedded(idle_exit_s=1))
     job = client.submit(submission_for(client, tmp_path)).job.job_id
