@@ -242,6 +242,10 @@ def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "node_token": TOKEN,
         "suspicion_s": SUSPICION_S,
         "grace_s": 5,
+        "hang_min_s": 20,
+        "max_losses": 1000,
+        "in_place_limit_s": 30,
+        "start_limit_s": 60,
         "max_restarts": 1000,
         "max_recoveries": 1000,
     }
