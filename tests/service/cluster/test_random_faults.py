@@ -34,7 +34,7 @@ BATCH, STEPS_PER_EPOCH = 32, 28
 SUSPICION_S = 3
 EPOCHS_A_FAULT = 6
 """A training of so many epochs for each fault is not over before the last one."""
-SETTLED_S = 120.0
+SETTLED_S = 240.0
 
 
 @dataclass
@@ -228,9 +228,13 @@ def two_on_one_slot(history: str) -> list[str]:
 
 
 @pytest.fixture
-def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyTrial]:
+def trial(
+    daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[FaultyTrial]:
     need_namespaces()
-    seed = int(os.environ.get("FAULTS_SEED", random.randrange(2**31)))
+    # The short run has the same faults each time: what it finds is due to the change that it is run for.
+    usual = random.randrange(2**31) if request.node.get_closest_marker("soak") else 2
+    seed = int(os.environ.get("FAULTS_SEED", usual))
     print(f"FAULTS_SEED={seed}")
     trial = FaultyTrial(*trial_parts(daemons, open_client, tmp_path, monkeypatch))
     trial.random, trial.history = random.Random(seed), tmp_path / "history"

@@ -37,6 +37,20 @@ def test_a_hang_is_restarted_once_and_then_fails(world):
     assert restarts(world, job) == ["restarts after a hang at step 160; goes on from step 150"]
 
 
+@pytest.mark.parametrize(("hangs", "state"), [(2, "succeeded"), (3, "failed")])
+def test_a_hang_after_progress_is_restarted_as_often_as_other_failures(world, hangs, state):
+    """A machine that stands still now and then makes no training fail that comes on in between."""
+    job = world.submit(within=900, steps=1200, scaling_curve=CURVE, max_workers=1, fake={"in_place": True})
+    for hang in range(hangs):
+        world.until(lambda at=300 * (hang + 1): world.status(job).step > at, "it makes steps")
+        world.engine.hang_worker(job.job.job_id, 0)
+        world.until(lambda n=hang: len(world.events(job, "hang")) > n or world.is_over(job), "it is seen")
+    done = world.ended(job)
+    assert done.state == state
+    assert len(world.events(job, "hang")) == min(hangs, 2)
+    assert hangs <= 2 or "hangs: made no progress for" in done.failure
+
+
 def test_a_loss_that_is_no_number_fails_at_once(world):
     job, done = run(world, nan_loss_at_step=150)
     assert done.state == "failed"
