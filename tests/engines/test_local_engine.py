@@ -402,3 +402,19 @@ def test_slots_that_are_held_from_a_state_that_was_lost_are_busy(local_bench):
     assert list(refused.value.held) == [Slot(bench.nodes[0], 1)]
     os.close(lock)
     assert not bench.engine.inventory()[0].busy
+
+
+@pytest.mark.slow
+def test_a_generation_that_is_passed_over_while_it_warms_up_leaves_at_once(local_bench: LocalBench) -> None:
+    """The one after it need not wait for anybody, so nothing else would tell it to leave before its lease ends."""
+    bench = local_bench
+    bench.engine.apply(bench.spec(1))
+    bench.wait_state(1, GangState.RUNNING)
+    bench.engine.apply(bench.spec(2, placement=(Slot(bench.nodes[0], 1),)))
+    passed_over = bench.folder(2)
+    bench.wait(lambda _: (passed_over.path / "supervisor.lock").exists(), "it warms up")
+    bench.lose()
+    bench.wait(lambda gangs: gangs[1].state is GangState.ENDED, "the first is lost")
+    bench.engine.apply(bench.spec(3, cleared_generation=1))
+    bench.wait_state(3, GangState.RUNNING)
+    bench.wait(lambda _: not [line for line in bench.processes() if "g000002-" in line], "it has left")

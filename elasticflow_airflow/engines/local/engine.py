@@ -169,7 +169,9 @@ class TorchrunEngine:
             self._end_stragglers(job)
             # After observing: only then does a new engine know which gangs train. They may go on until others are warm.
             for gang in job.gangs.values():
-                if not gang.started and not gang.dropped and not gang.in_place:
+                if gang.dropped:
+                    self._end_warm_up(gang)
+                elif not gang.started and not gang.in_place:
                     self._tell_earlier(job, gang)
         return [replace(gang, trouble=gang.trouble or troubles[0]) for gang in gangs] if troubles else gangs
 
@@ -424,6 +426,14 @@ class TorchrunEngine:
             or all(gang.folder(node_id).warm.exists() for node_id in gang.nodes)
             or self._observer.is_quiet(job, gang, WARM_LIMIT_S)
         )
+
+    @staticmethod
+    def _end_warm_up(gang: GangRecord) -> None:
+        """Tell the supervisors of a gang that will never start: the one that replaces it may not wait for anybody."""
+        for node_id in gang.nodes:
+            folder = gang.folder(node_id)
+            if folder.has_spec() and folder.read_order() is None:
+                folder.write_order(StopOrder(0.0, "another generation has replaced it", kill=True))
 
     def _tell(self, job: JobRecord, gang: GangRecord, plan_generation: int | None, order: StopOrder) -> None:
         """Make a marked gang leave, by a plan without members (None: it has one already) and by a stop order."""
