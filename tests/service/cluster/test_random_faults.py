@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -83,17 +85,22 @@ class FaultyTrial(Trial):
     # -- faults. Each returns what undoes it.
 
     def below_supervisors(self, index: int) -> list[psutil.Process]:
-        return [one for supervisor in self.supervisors(index) for one in supervisor.children(recursive=True)]
+        found: list[psutil.Process] = []
+        for supervisor in self.supervisors(index):
+            with suppress(psutil.Error):
+                found += supervisor.children(recursive=True)
+        return found
 
     def supervisors(self, index: int) -> list[psutil.Process]:
         return self.named(index, "workers.supervisor")
 
     def named(self, index: int, what: str) -> list[psutil.Process]:
-        return [one for one in self.machines.processes(index) if what in " ".join(one.cmdline())]
+        return [one for one in self.machines.processes(index) if what in command_line(one)]
 
     def signal(self, found: list[psutil.Process], number: signal.Signals) -> None:
         if found:
-            self.random.choice(found).send_signal(number)
+            with suppress(psutil.Error):  # It has just ended.
+                self.random.choice(found).send_signal(number)
 
     def kill_a_worker(self, index: int) -> None:
         self.signal(self.below_supervisors(index), signal.SIGKILL)
@@ -101,7 +108,7 @@ class FaultyTrial(Trial):
     def stop_a_worker(self, index: int) -> None:
         # A writer of checkpoints that stands still is waited for, at the end up to an hour: nobody gives it up yet.
         found = self.below_supervisors(index)
-        self.signal([one for one in found if "checkpoints.writer" not in " ".join(one.cmdline())], signal.SIGSTOP)
+        self.signal([one for one in found if "checkpoints.writer" not in command_line(one)], signal.SIGSTOP)
 
     def kill_a_supervisor(self, index: int) -> None:
         self.signal(self.supervisors(index), signal.SIGKILL)
@@ -112,7 +119,7 @@ class FaultyTrial(Trial):
 
         def wake() -> None:
             for one in found:
-                if one.is_running():
+                with suppress(psutil.Error):
                     one.send_signal(signal.SIGCONT)
 
         return wake
@@ -130,7 +137,9 @@ class FaultyTrial(Trial):
         return lambda: [one.resume() for one in found]  # type: ignore[return-value]
 
     def agents(self, index: int) -> list[psutil.Process]:
-        return [one for one in self.named(index, "cli.main import main") if one.name().startswith("python")]
+        return [
+            one for one in self.named(index, "cli.main import main") if command_line(one).startswith(sys.executable)
+        ]
 
     def cut_the_power(self, index: int) -> Callable[[], None]:
         self.machines.cut_power(index)
@@ -212,6 +221,14 @@ class FaultyTrial(Trial):
             if status.incarnation != 1:
                 wrong.append(f"{job}: it has begun {status.incarnation} times")
         return wrong
+
+
+def command_line(process: psutil.Process) -> str:
+    """Return it; empty when the process has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def two_on_one_slot(history: str) -> list[str]:
