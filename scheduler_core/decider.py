@@ -188,7 +188,7 @@ class Decider:
         0: it would also be refused with an exact curve, or nothing can be measured.
         """
         twin = live.as_told(self.config)
-        if twin is None:
+        if twin is None or (self._lookahead.is_crowd and not self._unheld(now)):
             return 0
         draft = self.ask(twin, now, thorough=False).draft
         if draft is None:
@@ -198,6 +198,13 @@ class Decider:
         if first.start_s > now + TOLERANCE_S or live.is_certain(size, self.config) or size in live.failed_sizes:
             return 0
         return size if size <= self._slots_to_try_on(draft, live, now) else 0
+
+    def _unheld(self, now: float) -> int:
+        """Return the slots that no job holds: one more plan for each of a crowd is worth it only if there are some."""
+        free = self.state.layout.usable_at(now)
+        for job in self.state.jobs.values():
+            free &= ~job.mask
+        return free
 
     def _slots_to_try_on(self, draft: Draft, live: LiveJob, now: float) -> int:
         """Return how many slots nobody is measured on, or keeps in a draft now, less those that pending trials need."""

@@ -94,6 +94,11 @@ class Lookahead:
         """Register the newcomers that are decided on next, in order."""
         self._coming = {one.work.job_id: one for one in newcomers}
 
+    @property
+    def is_crowd(self) -> bool:
+        """Whether several newcomers are still to be decided on at this moment."""
+        return len(self._coming) > 1
+
     def settled(self, job_id: str) -> None:
         """A newcomer was decided on."""
         self._coming.pop(job_id, None)

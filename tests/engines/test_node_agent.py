@@ -475,3 +475,13 @@ def test_secrets_are_not_readable_on_the_way() -> None:
     sealed = Seal(TOKEN).close({"PASSWORD": "hunter2"})
     assert "hunter2" not in sealed
     assert Seal(TOKEN).open(sealed) == {"PASSWORD": "hunter2"}
+
+
+def test_the_spec_of_a_job_without_requirements_is_one_that_earlier_agents_read(tmp_path: Path) -> None:
+    folder = SupervisorFolder(tmp_path)
+    folder.write_spec(spec(tmp_path))
+    assert {"base_python", "requirements"}.isdisjoint(json.loads((tmp_path / "spec.json").read_text()))
+    assert folder.read_spec() == spec(tmp_path)
+    asked = spec(tmp_path, requirements=("numpy==2.1",), base_python="/usr/bin/python3")
+    folder.write_spec(asked)
+    assert folder.read_spec() == asked

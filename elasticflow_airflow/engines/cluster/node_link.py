@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -53,6 +54,7 @@ BATCH_S = 0.01
 PUSH_BYTES = 4 << 20
 PART_BYTES = 256 * 1024
 CODE_LIMIT_S = 120.0
+_TOO_OLD = "its agent cannot install packages: install the version of this package there that the service has"
 ENVIRONMENT_KNOWN_S = 60.0
 """For so long a node is not asked again for an environment that it has."""
 
@@ -235,6 +237,9 @@ class NodeLink:
             known.answer = EnvironmentAnswer.model_validate_json(await self._post("/environment", key))
             known.at_s = time.monotonic()
         except (httpx.HTTPError, ValueError) as error:
+            if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == HTTPStatus.NOT_FOUND:
+                known.answer = EnvironmentAnswer(failure=_TOO_OLD)
+                return
             self._complain_of("an environment for requirements=", error)
             await asyncio.sleep(RETRY_S)
         finally:

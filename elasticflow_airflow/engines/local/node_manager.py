@@ -108,9 +108,8 @@ class NodeManager:
     def _interpreters_in_use(self) -> set[str]:
         found = set()
         for path in self._state_dir.glob("jobs/*/*/supervisors/*/spec.json"):
-            with contextlib.suppress(
-                OSError, ValueError, TypeError, KeyError
-            ):  # A script has damaged it: it has ended.
+            # What a script has damaged runs no more.
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 found.add(SupervisorFolder(path.parent).read_spec().python)
         return found
 

@@ -193,7 +193,10 @@ class SupervisorFolder:
 
     def write_spec(self, spec: SupervisorSpec) -> None:
         """Write ``spec.json``."""
-        write_json_atomic(self.path / "spec.json", asdict(spec))
+        raw = asdict(spec)
+        if not spec.requirements:  # Node agents of the versions without them can read the rest.
+            del raw["base_python"], raw["requirements"]
+        write_json_atomic(self.path / "spec.json", raw)
 
     def has_spec(self) -> bool:
         """Return whether ``spec.json`` was written."""
