@@ -223,11 +223,11 @@ def _reports_nothing(context: PassContext, row: IncarnationRow, generation: Gene
 
 def _hang(context: PassContext, row: IncarnationRow, generation: GenerationRow, what: Reason) -> None:
     """Have a gang that hangs start once more; a job that hangs without progress in between, or too often, fails."""
-    before = [
-        one.last_step or 0 for one in context.tx.generations(row.job_id, row.incarnation) if one.stop_cause == "hang"
-    ]
+    hung = (one for one in context.tx.generations(row.job_id, row.incarnation) if one.stop_cause == "hang")
+    hung_at = max((one.last_step or 0 for one in hung), default=0)
     row.hangs += 1
-    if before and ((generation.last_step or 0) <= max(before) or len(before) >= max(1, context.settings.max_restarts)):
+    too_often = row.hangs > max(1, context.settings.max_restarts)
+    if row.hangs > 1 and ((generation.last_step or 0) <= hung_at or too_often):
         reason = Reason("hangs: {what}, again after a restart", what=what)
         context.end(row, State.FAILED, reason, failure=reason)
         return

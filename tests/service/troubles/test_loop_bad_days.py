@@ -51,6 +51,22 @@ def test_a_hang_after_progress_is_restarted_as_often_as_other_failures(world, ha
     assert hangs <= 2 or "hangs: made no progress for" in done.failure
 
 
+def test_a_hang_while_workers_are_changed_counts_once(world):
+    """It stops two generations: the one that trains, and the one that it is changed to."""
+    curve, fake = {1: 10.0, 2: 18.0, 4: 32.0}, {"in_place": True, "never_switches": True}
+    job = world.submit(steps=2000, best_effort=True, scaling_curve=curve, fake=fake)
+    world.until(lambda: world.status(job).step > 20, "it trains")
+    world.submit(task="good", within=900, steps=5000, scaling_curve={1: 10.0}, max_workers=1)
+    assert world.generations(job)[-1].mode == "in_place", "it makes room"
+    for hang in range(2):
+        before = world.status(job).step
+        world.until(lambda at=before: world.status(job).step > at + 100, "it makes steps")
+        world.engine.hang_worker(job.job.job_id, 0)
+        world.until(lambda n=hang: len(world.events(job, "hang")) > n or world.is_over(job), "it is seen")
+    assert sum(g.stop_cause == "hang" for g in world.generations(job)) > 2
+    assert world.ended(job).state == "succeeded"
+
+
 def test_a_loss_that_is_no_number_fails_at_once(world):
     job, done = run(world, nan_loss_at_step=150)
     assert done.state == "failed"
