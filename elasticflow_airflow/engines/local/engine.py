@@ -170,7 +170,7 @@ class TorchrunEngine:
             # After observing: only then does a new engine know which gangs train. They may go on until others are warm.
             for gang in job.gangs.values():
                 if gang.dropped:
-                    self._end_warm_up(gang)
+                    self._end_warm_up(gang, "another generation has replaced it")
                 elif not gang.started and not gang.in_place:
                     self._tell_earlier(job, gang)
         return [replace(gang, trouble=gang.trouble or troubles[0]) for gang in gangs] if troubles else gangs
@@ -428,17 +428,17 @@ class TorchrunEngine:
         )
 
     @staticmethod
-    def _end_warm_up(gang: GangRecord) -> None:
-        """Tell the supervisors of a gang that will never start: the one that replaces it may not wait for anybody."""
+    def _end_warm_up(gang: GangRecord, reason: str) -> None:
+        """Tell the supervisors of a gang that will never start to leave, once: they may be warming up."""
         for node_id in gang.nodes:
             folder = gang.folder(node_id)
-            if folder.has_spec() and folder.read_order() is None:
-                folder.write_order(StopOrder(0.0, "another generation has replaced it", kill=True))
+            if folder.has_spec() and not folder.has_order():
+                folder.write_order(StopOrder(0.0, reason, kill=True))
 
     def _tell(self, job: JobRecord, gang: GangRecord, plan_generation: int | None, order: StopOrder) -> None:
         """Make a marked gang leave, by a plan without members (None: it has one already) and by a stop order."""
         if gang.dropped:
-            gang.order(StopOrder(0.0, order.reason, kill=True))  # Its supervisors may be warming up.
+            self._end_warm_up(gang, order.reason)
         elif gang.told and not self._observer.has_ended(job, gang):
             try:
                 self._plan_nobody(Path(gang.incarnation_dir), plan_generation, order.reason)

@@ -12,7 +12,7 @@ promise to keep, is planned on other slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from elasticflow_airflow.api import EventKind
@@ -205,20 +205,25 @@ def _held_by_slow_leavers(context: PassContext) -> dict[Slot, float]:
         if row.terminal or row.ending:
             continue  # The scheduler knows that the job has its slots until it is over.
         with context.on_behalf_of(row.job_id, "looking whether its workers leave"):
-            desired, training = context.desired(row), context.training(row)
-            own = set() if desired is None else set(setting_aside.slots_of(desired))  # Its next gang waits there.
-            for generation in context.open_of(row):
-                since = generation.notes.leaving_at
-                if generation.state == GangState.LEAVING and since is not None:
-                    slow = _slow_until(context.now, since, grace_s, 2 * grace_s)
-                    found |= dict.fromkeys(set(setting_aside.slots_of(generation)) - own, slow) if slow else {}
-            if desired is not None and training is not None and training is not desired:
-                # Who leaves by a change in place trains on until all others are ready for it.
-                costs, limit_s = context.costs_of(row), context.settings.in_place_limit_s
-                due_s = desired.created_at + costs.join_s + costs.pause_s
-                slow = _slow_until(context.now, due_s, grace_s, limit_s)
-                found |= dict.fromkeys(set(setting_aside.slots_of(training)) - own, slow) if slow else {}
+            for generation, since, limit_s in _leaving(context, row):
+                until_s = _slow_until(context.now, since, grace_s, limit_s)
+                if until_s is not None:
+                    desired = context.desired(row)
+                    own = set() if desired is None else set(setting_aside.slots_of(desired))  # Its next gang waits.
+                    found |= dict.fromkeys(set(setting_aside.slots_of(generation)) - own, until_s)
     return found
+
+
+def _leaving(context: PassContext, row: IncarnationRow) -> Iterator[tuple[GenerationRow, float, float]]:
+    """Yield the generations that leave slots, since when they should have, and how long they may take (seconds)."""
+    for generation in context.open_of(row):
+        if generation.state == GangState.LEAVING and generation.notes.leaving_at is not None:
+            yield generation, generation.notes.leaving_at, 2 * context.settings.grace_s
+    desired, training = context.desired(row), context.training(row)
+    if desired is not None and training is not None and training is not desired:
+        # Who leaves by a change in place trains on until all others are ready for it.
+        costs = context.costs_of(row)
+        yield training, desired.created_at + costs.join_s + costs.pause_s, context.settings.in_place_limit_s
 
 
 def _slow_until(now: float, since: float, grace_s: float, limit_s: float) -> float | None:

@@ -202,6 +202,10 @@ class SupervisorFolder:
         """Return whether ``spec.json`` was written."""
         return (self.path / "spec.json").exists()
 
+    def has_order(self) -> bool:
+        """Return whether ``order.json`` was written."""
+        return (self.path / "order.json").exists()
+
     def read_spec(self) -> SupervisorSpec:
         """Read ``spec.json``. Raises ValueError when it is missing."""
         spec = _read(self.path / "spec.json", SupervisorSpec.from_json)

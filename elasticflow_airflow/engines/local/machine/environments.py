@@ -143,14 +143,13 @@ class Environments:
         self._run(uv, "venv", "--quiet", "--relocatable", "--python", base, str(folder))
         wanted, dropped = folder / "requirements.txt", folder / "interpreters-own.txt"
         wanted.write_text("".join(f"{line}\n" for line in requirements))
-        own = () if "torch" in map(project_of, requirements) else ("torch",)
-        dropped.write_text("".join(f'{project} ; python_version < "0"\n' for project in own))
+        dropped.write_text("" if "torch" in map(project_of, requirements) else 'torch ; python_version < "0"\n')
         self._run(uv, "pip", "install", "--quiet", "--python", python, "-r", str(wanted), "--overrides", str(dropped))
         (packages,) = (folder / "lib").glob("python3*/site-packages")
-        for path in json.loads(self._run(base, "-I", "-c", _PACKAGES)):
-            # ``addsitedir`` also heeds the .pth files there, by which editable installations are found.
-            with (packages / "_elasticflow_interpreter.pth").open("a") as file:
-                file.write(f"import site; site.addsitedir({path!r})\n")
+        # ``addsitedir`` also heeds the .pth files there, by which editable installations are found.
+        paths = json.loads(self._run(base, "-I", "-c", _PACKAGES))
+        lines = "".join(f"import site; site.addsitedir({path!r})\n" for path in paths)
+        (packages / "_elasticflow_interpreter.pth").write_text(lines)
         self._run(python, "-I", "-c", _CHECK, str(packages))
 
     def _run(self, *command: str) -> str:
