@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import zipfile
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 
 import httpx
 import pytest
 from tenacity import RetryCallState, Retrying
 
-from elasticflow_airflow.api import AmendRequest, Event, ForecastAnswer, LogPiece, Problem
+from elasticflow_airflow.api import AmendRequest, Command, Event, ForecastAnswer, JobSubmission, LogPiece, Problem
 from elasticflow_airflow.api.insight import (
     CalendarAnswer,
     CalendarRequest,
@@ -73,6 +76,31 @@ def client(service: Service, **options) -> ElasticFlowClient:
 
 def async_client(service: Service, **options) -> AsyncElasticFlowClient:
     return AsyncElasticFlowClient(ENDPOINT, transport=httpx.MockTransport(service), **options)
+
+
+def test_an_option_that_is_not_used_is_not_sent_to_a_service_that_may_not_know_it(attachment, submission):
+    """An older service refuses fields that it does not know: whatever was added may be sent only where it is used."""
+    service = Service(ok(attachment))
+    plain = submission.model_copy(update={"command": Command(snapshot="0" * 64, script="train.py")})
+    client(service).submit(plain)
+    message = json.loads(service.requests[0].content)
+    read = fields_of_the_release_before()
+    assert set(message["command"]) <= read["Command"] - {"args_shown"}
+    assert set(message) <= read["JobSubmission"] - {"on_past_deadline"}
+
+    given = plain.command.model_copy(update={"requirements": ("six",), "args_shown": ()})
+    client(service).submit(plain.model_copy(update={"command": given, "on_past_deadline": "fail"}))
+    message = json.loads(service.requests[1].content)
+    assert set(message["command"]) == set(Command.model_fields)
+    assert set(message) == set(JobSubmission.model_fields)
+
+
+def fields_of_the_release_before() -> dict[str, set[str]]:
+    """Return the fields of each class of the release that running services may still have, from its wheel."""
+    wheel = zipfile.ZipFile(next((Path(__file__).parents[1] / "upgrade/release_before").glob("*.whl")))
+    sources = [ast.parse(wheel.read(name)) for name in wheel.namelist() if name.endswith("/submission.py")]
+    classes = [one for source in sources for one in source.body if isinstance(one, ast.ClassDef)]
+    return {one.name: {part.target.id for part in one.body if isinstance(part, ast.AnnAssign)} for one in classes}
 
 
 def test_submit_reveals_secrets_only_in_the_body(attachment, submission):

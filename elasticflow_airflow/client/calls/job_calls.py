@@ -37,6 +37,9 @@ _SUBMIT_TIMEOUT_S = 30.0
 """The service may wait for a verdict before it answers a submit."""
 _NOT_ASKED: dict[str, Any] = {"secret_env": True, "command": {"args_shown"}}
 """Fields of a submission that a dry run or forecast does not need."""
+_ADDED_TO_SUBMISSION: dict[str, Any] = {"on_past_deadline": "on_miss"}
+"""Fields of a submission that the first version did not have, with their defaults as they are sent."""
+_ADDED_TO_COMMAND: dict[str, Any] = {"args_shown": None, "requirements": []}
 _UPLOAD_TIMEOUT_S = 120.0
 _DOCTOR_TIMEOUT_S = 90.0
 """Long, because the check calls an interpreter and the name service, either of which may be slow."""
@@ -213,10 +216,10 @@ def _claimed(verb: str, job_id: str, claim: int, reason: str) -> Call[JobStatus]
 
 def _without_news(message: dict[str, Any]) -> dict[str, Any]:
     """Drop fields that were added after the first version and have their default: an older service refuses them."""
-    if message.get("on_past_deadline") == "on_miss":
-        del message["on_past_deadline"]
-    if message["command"].get("args_shown", ()) is None:
-        del message["command"]["args_shown"]
+    for part, added in ((message, _ADDED_TO_SUBMISSION), (message["command"], _ADDED_TO_COMMAND)):
+        for name, default in added.items():
+            if name in part and part[name] == default:
+                del part[name]
     return message
 
 
