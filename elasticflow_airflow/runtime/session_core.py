@@ -534,6 +534,8 @@ class SessionCore:
         except CheckpointError as error:
             self.say(ReportKind.FAILED, message=str(error), kind="checkpoint_not_written")
             raise
+        for warning in self.saver.take_warnings():
+            self.warn(warning)
         for one in saved:
             if one.digest is None:
                 continue  # This is a part; rank 0 reports the complete checkpoint.

@@ -2,8 +2,8 @@
 
 Training waits only for the copy. Use from one thread. If all copies are still being written when a save is requested,
 a periodic save is skipped, since the next one follows soon. A save that must be on disk (``wait=True``) waits for the
-writes in progress and is then written by the trainer itself, at its own priority. May import torch and the standard
-library only.
+writes in progress and is then written by the trainer itself, at its own priority. A writer that dies or hangs costs the
+saves that it was writing, and is replaced at the next one. May import torch and the standard library only.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ from elasticflow_airflow.runtime.checkpoints.writer_process import WriterDiedErr
 from elasticflow_airflow.runtime.protocol import candidate_name
 from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, CheckpointError
 from elasticflow_airflow.runtime.stores.open_store import open_store
-from elasticflow_airflow.runtime.stores.store import Part, Store, is_in_process
+from elasticflow_airflow.runtime.stores.store import PART_LIMIT_S, Part, Store, is_in_process
 
 NICE = 19
 _ROOM_FOR_DESCRIPTION = 1.25
 """The description of the state is stored after the tensors, in its last measured size times this factor."""
 _SPARE_BYTES = 1 << 16
 _OF_FREE_MEMORY = 0.5
+WRITE_LIMIT_S = 60.0
+"""A writer is replaced if a save takes longer than this, plus its size at ``SLOWEST_BYTES_PER_S``. Each time that this
+happens the limit doubles, so that storage that is only slow gets its checkpoint in the end."""
+SLOWEST_BYTES_PER_S = 10e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,9 @@ class _UnderWay:
     step: int
     buffer: SharedBuffer
     stall_s: float
+    limit_s: float
+    """How long the writer may take for it."""
+    is_part: bool
 
 
 class Checkpointer:
@@ -92,6 +99,9 @@ class Checkpointer:
         self._replaced: dict[int, int] = {}
         self._under_way: dict[int, _UnderWay] = {}
         self._saved: list[Saved] = []
+        self._warnings: list[str] = []
+        self._heard_at_s = 0.0
+        self._patience = 1.0
         self._count = 0
         self._preparing: threading.Thread | None = None
         self._description_bytes = 0
@@ -151,7 +161,7 @@ class Checkpointer:
         Returns what was written if the call waited for it (``wait``, or not in the background), else None; ``poll``
         returns it later. ``part``: all workers call this, each writes its part, and rank 0 writes the manifest. Parts
         are never skipped, since the other workers would wait for them. Raises CheckpointError, also for an earlier
-        save that has failed since.
+        save that has failed since; one whose writer was lost is told by ``take_warnings`` instead, unless it is a part.
         """
         began_s = time.perf_counter()
         if not wait:
@@ -180,8 +190,7 @@ class Checkpointer:
         if buffer is None:
             self.skipped += 1
             return None
-        work, buffer = self._hand_over(contents, order, buffer)
-        self._under_way[work] = _UnderWay(generation, step, buffer, time.perf_counter() - began_s)
+        self._hand_over(contents, order, buffer, began_s)
         return None
 
     def poll(self) -> list[Saved]:
@@ -194,14 +203,15 @@ class Checkpointer:
         self._finish_under_way(limit_s)
         return self._take_saved()
 
+    def take_warnings(self) -> list[str]:
+        """Return what to tell of writers that were lost since the last call, with the saves that they were writing."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
     def drop(self) -> None:
         """Abandon the writes in progress, because their result is no longer needed."""
-        if self._under_way and self._writer is not None:
-            self._writer.abandon()
-            # Earlier ones have ended by now, so neither processes nor descriptors accumulate over many changes.
-            self._abandoned = [writer for writer in self._abandoned if not writer.has_gone()] + [self._writer]
-            self._writer = None
-            self._forget_writer()
+        if self._under_way:
+            self._abandon_writer()
 
     def close(self) -> None:
         """Release the writer and the memory; unwritten saves are dropped (see ``flush``)."""
@@ -226,7 +236,7 @@ class Checkpointer:
         write_s = time.perf_counter() - write_began_s
         return _saved(order.generation, order.step, info, time.perf_counter() - began_s, write_s)
 
-    def _hand_over(self, contents: Sequence[Content], order: Order, buffer: SharedBuffer) -> tuple[int, SharedBuffer]:
+    def _hand_over(self, contents: Sequence[Content], order: Order, buffer: SharedBuffer, began_s: float) -> None:
         offsets = buffer.take(contents)
         end = size_of(contents)
         files = [
@@ -244,22 +254,40 @@ class Checkpointer:
         if end + len(work) > buffer.size_bytes:
             self._description_bytes = len(work)
             buffer = self._replace(buffer, self._room_for(contents)[0], _gpu_of(contents))
-            return self._hand_over(contents, order, buffer)
+            self._hand_over(contents, order, buffer, began_s)
+            return
         buffer.put(work, end)
         self._count += 1
         message = {"work": self._count, "buffer": buffer.number, "offset": end, "length": len(work)}
+        try:
+            self._send(message, buffer)
+        except WriterDiedError as error:
+            self._lost_writer(str(error))
+            try:
+                self._send(message, buffer)
+            except WriterDiedError as again:
+                raise CheckpointError(f"{again}: the checkpoint of step {order.step} is not there") from again
+        if not self._under_way:
+            self._heard_at_s = time.monotonic()
+        self._under_way[self._count] = _UnderWay(
+            order.generation,
+            order.step,
+            buffer,
+            time.perf_counter() - began_s,
+            # Rank 0 also waits for the other workers' parts.
+            WRITE_LIMIT_S + end / SLOWEST_BYTES_PER_S + (0.0 if order.part is None else PART_LIMIT_S),
+            order.part is not None,
+        )
+
+    def _send(self, message: dict[str, Any], buffer: SharedBuffer) -> None:
         self._start_writer()
         assert self._writer is not None
         known = buffer.number in self._known_to_writer
-        try:
-            self._writer.send(
-                message | {"instead_of": self._replaced.get(buffer.number, -1)},
-                descriptor=None if known else buffer.descriptor,
-            )
-        except WriterDiedError as error:
-            raise self._writer_died(error) from error
+        self._writer.send(
+            message | {"instead_of": self._replaced.get(buffer.number, -1)},
+            descriptor=None if known else buffer.descriptor,
+        )
         self._known_to_writer.add(buffer.number)
-        return self._count, buffer
 
     def _free_buffer(self, contents: Sequence[Content], *, must: bool) -> SharedBuffer | None:
         """Return a buffer that is not being written out, or None; wait for one if ``must``."""
@@ -342,12 +370,19 @@ class Checkpointer:
         """Process the writer's answers: wait up to ``limit_s`` for the first one, and not at all for the others."""
         problems: list[str] = []
         while self._under_way and self._writer is not None:
+            left_s = max(0.0, self._patience_left_s())
             try:
-                answer = self._writer.receive(limit_s)
+                answer = self._writer.receive(left_s if limit_s is None else min(limit_s, left_s))
             except WriterDiedError as error:
-                raise self._writer_died(error) from error
-            if answer is None:
+                self._lost_writer(str(error))
                 break
+            if answer is None:
+                if self._patience_left_s() <= 0:
+                    quiet_s = time.monotonic() - self._heard_at_s
+                    self._patience *= 2
+                    self._lost_writer(f"the storage or the process that writes checkpoints hangs for {quiet_s:.0f} s")
+                break
+            self._heard_at_s = time.monotonic()
             limit_s = 0.0
             one = self._under_way.pop(answer["work"])
             if "error" in answer:
@@ -373,11 +408,34 @@ class Checkpointer:
         saved, self._saved = self._saved, []
         return saved
 
-    def _writer_died(self, error: WriterDiedError) -> CheckpointError:
-        """Discard the dead writer and return the error to raise; the next save starts another writer."""
-        steps = ", ".join(str(one.step) for one in self._under_way.values())
-        self._let_go_of_writer()
-        return CheckpointError(f"{error}: the checkpoint of step {steps} is not there; those before stay valid")
+    def _patience_left_s(self) -> float:
+        """Return how much longer the writer may take for the oldest save that is under way."""
+        oldest = next(iter(self._under_way.values()))
+        return self._heard_at_s + self._patience * oldest.limit_s - time.monotonic()
+
+    def _lost_writer(self, why: str) -> None:
+        """Go on without the writer and what it was writing; the next save starts another one.
+
+        Raises CheckpointError if that was a part, because the other workers wait for it.
+        """
+        lost = list(self._under_way.values())
+        self._abandon_writer()
+        if not lost:
+            return
+        steps = ", ".join(str(one.step) for one in lost)
+        message = f"{why}: the checkpoint of step {steps} is not there; those before stay valid"
+        if any(one.is_part for one in lost):
+            raise CheckpointError(message)
+        self._warnings.append(message)
+
+    def _abandon_writer(self) -> None:
+        """Kill the writer, and do not wait for its end: a process that waits for storage may take long to die."""
+        if self._writer is not None:
+            self._writer.abandon()
+            # Earlier ones have ended by now, so neither processes nor descriptors accumulate over many changes.
+            self._abandoned = [writer for writer in self._abandoned if not writer.has_gone()] + [self._writer]
+            self._writer = None
+        self._forget_writer()
 
     def _let_go_of_writer(self) -> None:
         if self._writer is not None:

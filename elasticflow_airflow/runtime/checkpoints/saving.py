@@ -151,6 +151,13 @@ class Saver:
             self._learn(one)
         return saved
 
+    def take_warnings(self) -> list[str]:
+        """Return what to tell of saves that were lost with their writer; the next step saves again."""
+        warnings = [] if self._checkpointer is None else self._checkpointer.take_warnings()
+        if warnings:
+            self._saved_at_s = time.monotonic() - self.interval_s
+        return warnings
+
     def flush(self) -> list[Saved]:
         """Wait up to END_LIMIT_S for the writes in progress. Raises CheckpointError if a write has failed."""
         return [] if self._checkpointer is None else self._checkpointer.flush(END_LIMIT_S)

@@ -81,13 +81,17 @@ class WriterProcess:
             return answer
 
     def close(self) -> None:
-        """Close the connection and wait for the writer to exit; unfinished work is dropped."""
+        """Close the connection and wait for the writer to exit; unfinished work is dropped.
+
+        One that waits for storage that hangs cannot be killed; it ends as soon as the storage answers.
+        """
         self._socket.close()
         try:
             self._process.wait(_LEAVE_LIMIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LEAVE_LIMIT_S)
 
     def abandon(self) -> None:
         """Kill the writer without waiting for its end; ``close`` waits."""

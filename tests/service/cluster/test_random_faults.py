@@ -106,9 +106,7 @@ class FaultyTrial(Trial):
         self.signal(self.below_supervisors(index), signal.SIGKILL)
 
     def stop_a_worker(self, index: int) -> None:
-        # A writer of checkpoints that stands still is waited for, at the end up to an hour: nobody gives it up yet.
-        found = self.below_supervisors(index)
-        self.signal([one for one in found if "checkpoints.writer" not in command_line(one)], signal.SIGSTOP)
+        self.signal(self.below_supervisors(index), signal.SIGSTOP)
 
     def kill_a_supervisor(self, index: int) -> None:
         self.signal(self.supervisors(index), signal.SIGKILL)
