@@ -12,7 +12,9 @@ import typer
 
 def node(
     folder: Annotated[Path, typer.Option(help="Folder of its own, on a local disk.")],
-    shared_dir: Annotated[Path, typer.Option(help="Folder for checkpoints, that of all nodes and of the service.")],
+    shared_dir: Annotated[
+        str, typer.Option(metavar="PATH|URL", help="Where checkpoints are, for all nodes and the service.")
+    ],
     listen: str = typer.Option(metavar="HOST:PORT", help="Where the service reaches it; port 0: any free one."),
     node_id: str | None = typer.Option(None, help="Name of this node; the host name by default.", show_default=False),
     slots: int | None = typer.Option(None, min=1, help="Slots to offer; all GPUs, or CPU cores, by default."),

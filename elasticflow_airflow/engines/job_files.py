@@ -15,6 +15,7 @@ from typing import Protocol
 
 from elasticflow_airflow.runtime.protocol import Promotion, checkpoint_dir, heartbeat_path, read_json
 from elasticflow_airflow.runtime.stores.manifest import CandidateInfo, adopt, verify_candidate
+from elasticflow_airflow.runtime.stores.store import is_remote
 
 CANDIDATE_PATH = re.compile(r"^g(\d{6})/step-(\d{12})$")
 """Path of a candidate checkpoint below the checkpoint folder: generation, step."""
@@ -39,8 +40,12 @@ class JobFiles(Protocol):
         """Return the folder of an incarnation, as passed to its workers. Opens nothing."""
         ...
 
-    def checkpoint(self, job_id: str, incarnation: int, path: str) -> Path:
-        """Return the path of a checkpoint, for users and for trainings that start from it. Opens nothing."""
+    def checkpoint(self, job_id: str, incarnation: int, path: str) -> str:
+        """Return the folder or URL of a checkpoint, for users and for trainings that start from it. Opens nothing."""
+        ...
+
+    def checkpoints_url(self, job_id: str, incarnation: int) -> str | None:
+        """Return the URL of an incarnation's checkpoints; None if they are in its folder. Opens nothing."""
         ...
 
     def exists(self, job_id: str, incarnation: int) -> bool:
@@ -48,7 +53,10 @@ class JobFiles(Protocol):
         ...
 
     def is_checkpoint(self, path: str) -> bool:
-        """Return whether the path is an existing folder, so that a training can start from it."""
+        """Return whether the path is an existing folder, so that a training can start from it.
+
+        A URL is taken as it is: whether something is there is seen by the training.
+        """
         ...
 
     def prepare(self, job_id: str, incarnation: int) -> None:
@@ -100,9 +108,13 @@ class JobFolders:
         """Return the folder of an incarnation."""
         return self._root / job_id / f"i{incarnation:06d}"
 
-    def checkpoint(self, job_id: str, incarnation: int, path: str) -> Path:
+    def checkpoint(self, job_id: str, incarnation: int, path: str) -> str:
         """Return the path of a checkpoint."""
-        return checkpoint_dir(self.folder(job_id, incarnation)) / path
+        return str(self._checkpoint(job_id, incarnation, path))
+
+    def checkpoints_url(self, job_id: str, incarnation: int) -> str | None:  # noqa: ARG002  (there is none)
+        """Return None: checkpoints are in the folder."""
+        return None
 
     def exists(self, job_id: str, incarnation: int) -> bool:
         """Return whether an incarnation has files."""
@@ -110,7 +122,7 @@ class JobFolders:
 
     def is_checkpoint(self, path: str) -> bool:
         """Return whether the folder exists."""
-        return os.path.isdir(path)
+        return is_remote(path) or os.path.isdir(path)
 
     def prepare(self, job_id: str, incarnation: int) -> None:
         """Create the folder of an incarnation."""
@@ -127,7 +139,7 @@ class JobFolders:
     def candidates(self, job_id: str, incarnation: int, generation: int) -> list[str]:
         """List the folders that have a final name."""
         name = f"g{generation:06d}"
-        folder = self.checkpoint(job_id, incarnation, name)
+        folder = self._checkpoint(job_id, incarnation, name)
         if not folder.is_dir():
             return []
         paths = sorted(f"{name}/{entry.name}" for entry in folder.iterdir())
@@ -148,7 +160,7 @@ class JobFolders:
     def adopt(self, job_id: str, incarnation: int, earlier: int, path: str) -> CandidateInfo:
         """Copy a checkpoint from one folder to the other."""
         checkpoints = checkpoint_dir(self.folder(job_id, incarnation))
-        return adopt(self.checkpoint(job_id, earlier, path), checkpoints, incarnation=incarnation)
+        return adopt(self._checkpoint(job_id, earlier, path), checkpoints, incarnation=incarnation)
 
     def delete(self, job_id: str, incarnation: int, path: str) -> None:
         """Delete the folder of a candidate."""
@@ -163,10 +175,13 @@ class JobFolders:
             if path != checkpoint_dir(folder):
                 remove(path)
 
+    def _checkpoint(self, job_id: str, incarnation: int, path: str) -> Path:
+        return checkpoint_dir(self.folder(job_id, incarnation)) / path
+
     def _candidate(self, job_id: str, incarnation: int, path: str) -> Path:
         if not CANDIDATE_PATH.match(path):
             raise ValueError(f"{path!r} is not the path of a candidate checkpoint")
-        return self.checkpoint(job_id, incarnation, path)
+        return self._checkpoint(job_id, incarnation, path)
 
 
 def _promotion_in(checkpoints: Path) -> Promotion | None:

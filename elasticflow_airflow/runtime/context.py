@@ -59,7 +59,7 @@ def detect(checkpoint_dir: Path | str | None = None) -> Context:
             submitted=True,
             worker_id=worker_id,
             generation=generation,
-            checkpoints=config.checkpoint_dir,
+            checkpoints=config.checkpoints,
             reporter=FileReporter(Path(config.incarnation_dir), generation, worker_id),
         )
     where = checkpoint_dir or os.environ.get(CHECKPOINT_DIR_ENV) or DEFAULT_CHECKPOINT_DIR

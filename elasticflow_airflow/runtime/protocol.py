@@ -172,15 +172,25 @@ class SessionConfig:
     progress_file: str | None = None
     target_loss: float | None = None
     promoted: Promotion | None = None
+    checkpoints_url: str | None = None
+    """Where the checkpoints are, if not in the incarnation's folder: an fsspec URL."""
 
     @property
     def checkpoint_dir(self) -> Path:
         """Folder of the candidates and of ``promoted.json``."""
         return checkpoint_dir(Path(self.incarnation_dir))
 
+    @property
+    def checkpoints(self) -> Path | str:
+        """Folder or URL of the candidates."""
+        return self.checkpoints_url or self.checkpoint_dir
+
     def write(self) -> None:
         """Write ``session.json`` atomically."""
-        write_json_atomic(session_path(Path(self.incarnation_dir)), asdict(self))
+        fields = asdict(self)
+        if self.checkpoints_url is None:
+            del fields["checkpoints_url"]  # Trainings that run on an earlier version know no such field.
+        write_json_atomic(session_path(Path(self.incarnation_dir)), fields)
 
     @classmethod
     def read(cls, path: Path) -> SessionConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 
 from pydantic import SecretStr
 
@@ -82,8 +81,8 @@ def _open_ray(settings: ServiceSettings) -> Engine:
     return open_ray_engine(settings.state_dir, client, suspicion_s=settings.suspicion_s)
 
 
-def _shared(settings: ServiceSettings, needed: Mapping[str, object]) -> tuple[Path, str]:
-    """Return the folder and the token that service and agents share. Raises EngineError that names what is missing."""
+def _shared(settings: ServiceSettings, needed: Mapping[str, object]) -> tuple[str, str]:
+    """Return the storage and the token that service and agents share. Raises EngineError that names what is missing."""
     shared_dir, token = settings.shared_dir, settings.read_node_token()
     needed = {
         **needed,

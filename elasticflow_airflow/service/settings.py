@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from elasticflow_airflow.runtime.stores.store import is_remote
 
 if TYPE_CHECKING:
     from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
@@ -20,6 +22,13 @@ SCHEDULER_NAME = "elasticflow"
 """The only scheduler of the service, by its name among the policies of the simulator."""
 _NODE_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def _folder_or_url(value: object) -> object:
+    """Make a folder absolute, and leave a URL as it is."""
+    if value is None or is_remote(str(value)):
+        return value
+    return str(Path(str(value)).expanduser().absolute())
 
 
 class ServiceSettings(BaseSettings):
@@ -45,8 +54,8 @@ class ServiceSettings(BaseSettings):
     """Where workers run: on this machine, on the machines of ``nodes``, or on those of a Ray cluster."""
     nodes: str | None = None
     """``"http://10.0.0.2:8322,http://10.0.0.3:8322"``: the agents of a cluster's machines (``elasticflow node``)."""
-    shared_dir: Path | None = None
-    """Folder for checkpoints that this machine and all nodes share; needed for a cluster."""
+    shared_dir: Annotated[str | None, BeforeValidator(_folder_or_url)] = None
+    """Folder for checkpoints that this machine and all nodes share, or an fsspec URL; needed for a cluster."""
     node_token: SecretStr | None = None
     """The token that the service and its node agents share; it also encrypts the jobs' secrets on the way."""
     node_token_file: Path | None = None
@@ -171,9 +180,7 @@ class ServiceSettings(BaseSettings):
     verdict_wait_s: float = Field(default=10.0, gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator(
-        "state_dir", "token_file", "metrics_token_file", "slot_lock_dir", "shared_dir", "node_token_file", "node_folder"
-    )
+    @field_validator("state_dir", "token_file", "metrics_token_file", "slot_lock_dir", "node_token_file", "node_folder")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()

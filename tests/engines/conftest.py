@@ -406,7 +406,7 @@ class RayBench(ClusterBench):
             token=SecretStr(TOKEN),
             folder=self.base,
             namespace="ours",
-            shared_dir=self.base / "shared",
+            shared_dir=str(self.base / "shared"),
             slot_lock_dir=self.base / "locks",
             reserved=True,
         )

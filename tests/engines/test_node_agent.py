@@ -38,7 +38,7 @@ from elasticflow_airflow.engines.cluster.messages import (
 )
 from elasticflow_airflow.engines.cluster.node_agent import NodeAgent
 from elasticflow_airflow.engines.cluster.node_link import NodeLink, with_time
-from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage
+from elasticflow_airflow.engines.cluster.shared_storage import StorageProbe, open_shared_storage
 from elasticflow_airflow.engines.job_files import remove
 from elasticflow_airflow.engines.local import detect_nodes
 from elasticflow_airflow.engines.local.files.generation_folder import (
@@ -395,19 +395,29 @@ def test_files_that_are_no_longer_needed_are_deleted(
     assert "not the folder of an incarnation" in give(agent, discarded=["engine"]).refused["engine"]
 
 
-def test_storage_that_is_not_the_same_is_told(client: TestClient, tmp_path: Path) -> None:
-    storage = SharedStorage(tmp_path / "shared")
-    probe = {"name": storage.name, "content": storage.content}
-    assert client.post("/probe", json=probe).status_code == 204
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_storage_that_is_not_the_same_is_told(client: TestClient, tmp_path: Path, scheme: str) -> None:
+    storage = open_shared_storage(f"{scheme}{tmp_path}/shared")
+    probe = StorageProbe(storage)
+    asked = {"name": probe.name, "content": probe.content}
+    assert client.post("/probe", json=asked).status_code == 204
     instance = client.get("/introduction").json()["instance"]
-    storage.check_answer(instance)
+    probe.check_answer(instance)
     with pytest.raises(ValueError, match="does not arrive"):
-        storage.check_answer(instance)
-    storage.close()
-    answer = client.post("/probe", json=probe)
+        probe.check_answer(instance)
+    probe.close()
+    answer = client.post("/probe", json=asked)
     assert answer.status_code == 422
-    assert "mount the same storage" in answer.text
+    assert "here is not the storage that the service has" in answer.text
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["nonsense://bucket/x", "memory://x", "file://{folder}/a-file"])
+def test_storage_that_cannot_be_used_is_told(tmp_path: Path, url: str) -> None:
+    (tmp_path / "a-file").touch()
+    url = url.format(folder=tmp_path)
+    with pytest.raises(EngineError, match="cannot write to the shared storage"):
+        open_cluster_engine(tmp_path / "state", url, ["http://127.0.0.1:9"], TOKEN, wait_s=0.5)
 
 
 def test_times_are_converted() -> None:
@@ -418,8 +428,8 @@ def test_times_are_converted() -> None:
 
 
 def test_the_better_comparison_of_clocks_counts(tmp_path: Path) -> None:
-    storage = SharedStorage(tmp_path / "shared")
-    link = NodeLink("x", "http://x", TOKEN, tmp_path, 1, storage, lambda *_: None, lambda *_: None)
+    probe = StorageProbe(open_shared_storage(tmp_path / "shared"))
+    link = NodeLink("x", "http://x", TOKEN, tmp_path, 1, probe, lambda *_: None, lambda *_: None)
     link._compare_clocks(1000.0, 0.002, 960.001)
     assert link.offset_s == pytest.approx(40.0)
     link._compare_clocks(1000.0, 3.0, 962.9)  # It had waited for news.
@@ -467,7 +477,7 @@ def test_a_node_that_does_not_answer_at_the_start_is_named(tmp_path: Path) -> No
     with pytest.raises(EngineError, match="no nodes are configured"):
         open_cluster_engine(tmp_path / "state", tmp_path / "shared", [], TOKEN, wait_s=0.5)
     (tmp_path / "file").touch()
-    with pytest.raises(EngineError, match="cannot write to the shared folder"):
+    with pytest.raises(EngineError, match="cannot write to the shared storage"):
         open_cluster_engine(tmp_path / "state", tmp_path / "file", ["http://127.0.0.1:9"], TOKEN, wait_s=0.5)
 
 

@@ -23,7 +23,7 @@ TOKEN = "a-token-of-the-tests"
 
 
 def settings(tmp_path: Path, **changes: object) -> ClientSettings:
-    agent = AgentSettings(token=SecretStr(TOKEN), folder=tmp_path, namespace="n", shared_dir=tmp_path / "s")
+    agent = AgentSettings(token=SecretStr(TOKEN), folder=tmp_path, namespace="n", shared_dir=str(tmp_path / "s"))
     return ClientSettings(
         address="10.0.0.1:6379",
         slots=None,
@@ -119,7 +119,13 @@ def test_a_client_that_does_not_leave_does_not_keep_the_service(tmp_path, say, f
 def test_only_the_same_settings_have_the_same_fingerprint(tmp_path) -> None:
     same = settings(tmp_path).agent.fingerprint
     assert settings(tmp_path).agent.fingerprint == same
-    others = [{"token": SecretStr("b")}, {"slots": 3}, {"reserved": True}, {"version": "0"}, {"shared_dir": tmp_path}]
+    others = [
+        {"token": SecretStr("b")},
+        {"slots": 3},
+        {"reserved": True},
+        {"version": "0"},
+        {"shared_dir": str(tmp_path)},
+    ]
     assert len({same, *(settings(tmp_path, **other).agent.fingerprint for other in others)}) == 1 + len(others)
 
 

@@ -12,11 +12,13 @@ from support.machines import Machines
 TOKEN = "a-token-of-the-tests"
 
 
-def agent_command(base: Path, node_id: str, listen: str, slots: int) -> tuple[list[str], dict[str, str]]:
+def agent_command(
+    base: Path, node_id: str, listen: str, slots: int, shared: Path | str | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Return the command line of an agent, and its environment."""
     options = {
         "--folder": base / node_id,
-        "--shared-dir": base / "shared",
+        "--shared-dir": shared or base / "shared",
         "--slot-lock-dir": base / f"locks-{node_id}",
         "--node-id": node_id,
         "--listen": listen,
@@ -30,10 +32,17 @@ def agent_command(base: Path, node_id: str, listen: str, slots: int) -> tuple[li
 
 
 def start_agent(
-    base: Path, node_id: str, listen: str, slots: int, machines: Machines | None = None, index: int = 0
+    base: Path,
+    node_id: str,
+    listen: str,
+    slots: int,
+    machines: Machines | None = None,
+    index: int = 0,
+    *,
+    shared: Path | str | None = None,
 ) -> tuple[subprocess.Popen[str], str]:
     """Start an agent, on this machine or on one of ``machines``; return its process and its address."""
-    command, env = agent_command(base, node_id, listen, slots)
+    command, env = agent_command(base, node_id, listen, slots, shared)
     if machines is None:
         agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     else:

@@ -206,7 +206,7 @@ class AgentOptions:
     """Options of an agent (see ``elasticflow node --help``)."""
 
     state_dir: Path
-    shared_dir: Path
+    shared_dir: Path | str
     listen: str
     node_id: str = field(default_factory=socket.gethostname)
     slots: int | None = None

@@ -26,7 +26,7 @@ import httpx
 from elasticflow_airflow.engines.cluster import job_folder
 from elasticflow_airflow.engines.cluster.messages import EnvironmentRequest, Introduction, SupervisorState
 from elasticflow_airflow.engines.cluster.node_link import NodeLink, has_ended
-from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage
+from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage, StorageProbe
 from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder, SupervisorFolder
 from elasticflow_airflow.engines.local.machine import slots
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout
@@ -53,12 +53,14 @@ class ClusterNodes:
     """The machines of a cluster (see ``engines/local/machines.py``).
 
     ``state_dir``: of the service, where the job folders are. ``token``: shared by service and agents. Where the agents
-    are is said by :meth:`set_addresses`. Raises OSError when the shared folder cannot be used.
+    are is said by :meth:`set_addresses`. Raises OSError when the storage cannot be used.
     """
 
-    def __init__(self, state_dir: Path, shared_dir: Path, token: str, *, suspicion_s: float = SUSPICION_S) -> None:
+    def __init__(
+        self, state_dir: Path, storage: SharedStorage, token: str, *, suspicion_s: float = SUSPICION_S
+    ) -> None:
         self._root, self._suspicion_s = state_dir.resolve(), suspicion_s
-        self._storage = SharedStorage(shared_dir)
+        self._probe = StorageProbe(storage)
         self._token, self._epoch = token, time.time_ns()
         self._addresses: Mapping[str, str] = {}
         self._links: list[NodeLink] = []
@@ -87,7 +89,7 @@ class ClusterNodes:
             link = links.get(key)
             if link is None:
                 link = NodeLink(
-                    key, url, self._token, self._root, self._epoch, self._storage, self._send_across, self._check_names
+                    key, url, self._token, self._root, self._epoch, self._probe, self._send_across, self._check_names
                 )
                 self._links = [*self._links, link]
                 self._conversations[link] = asyncio.ensure_future(link.run())
@@ -378,7 +380,7 @@ class ClusterNodes:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
-        self._storage.close()
+        self._probe.close()
 
     # -- gangs whose files cannot be read
 

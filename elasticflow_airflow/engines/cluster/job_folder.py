@@ -197,12 +197,11 @@ def unfinished(root: Path, nodes: Collection[str] | None, has_ended: Callable[[P
     return found
 
 
-def make_incarnation(root: Path, incarnation: str, shared_dir: Path) -> None:
-    """Create the folder of an incarnation, whose checkpoints are in a folder that all nodes share. Idempotent."""
-    folder, shared = root / incarnation, shared_dir / incarnation / "checkpoints"
-    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+def make_incarnation(root: Path, incarnation: str, checkpoints: Path | None) -> None:
+    """Create the folder of an incarnation, with a link to its checkpoints if they are in a folder. Idempotent."""
+    folder = root / incarnation
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     link = folder / "checkpoints"
-    if not os.path.lexists(link):
+    if checkpoints is not None and not os.path.lexists(link):
         with contextlib.suppress(FileExistsError):  # Another thread was faster.
-            link.symlink_to(shared)
+            link.symlink_to(checkpoints)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from elasticflow_airflow.engines.cluster import job_folder
 from elasticflow_airflow.engines.cluster.job_folder import Direction, Place
@@ -37,6 +37,7 @@ from elasticflow_airflow.engines.cluster.messages import (
     Seal,
     SupervisorState,
 )
+from elasticflow_airflow.engines.cluster.shared_storage import answer_probe, open_shared_storage
 from elasticflow_airflow.engines.job_files import remove
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, SupervisorSpec
 from elasticflow_airflow.engines.local.machine import stacks
@@ -92,15 +93,15 @@ class _Watched:
 class NodeAgent:
     """What one machine does for the service. Thread-safe.
 
-    ``state_dir`` is its own, ``shared_dir`` that of all nodes and the service. ``token`` is the secret that service and
-    agents share. ``warm_imports`` as for the local engine; ``notice_file``: see ``leave_notice.py``. Raises OSError
-    when the folders cannot be used.
+    ``state_dir`` is its own, ``shared_dir`` (a folder or URL) that of all nodes and the service. ``token`` is the
+    secret that service and agents share. ``warm_imports`` as for the local engine; ``notice_file``: see
+    ``leave_notice.py``. Raises OSError when the folders cannot be used.
     """
 
     def __init__(
         self,
         state_dir: Path,
-        shared_dir: Path,
+        shared_dir: Path | str,
         nodes: Sequence[NodeLayout],
         lock_dir: Path,
         environ: Mapping[str, str],
@@ -109,7 +110,7 @@ class NodeAgent:
         notice_file: Path | None = None,
     ) -> None:
         self._notice_file = notice_file
-        self._root, self._shared_dir = state_dir.resolve(), shared_dir.resolve()
+        self._root, self._storage = state_dir.resolve(), open_shared_storage(shared_dir)
         (self._root / "jobs").mkdir(mode=0o700, parents=True, exist_ok=True)
         pool = None if warm_imports is None else WarmPool(warm_imports, self._root / "pool")
         self._manager = NodeManager(self._root, nodes, lock_dir, environ, pool)
@@ -146,23 +147,14 @@ class NodeAgent:
             machine_id=_machine_id(),
             epoch=self._epoch,
             now_s=time.time(),
-            shared_dir=str(self._shared_dir),
+            shared_dir=self._storage.where,
             facts=self._manager.facts(),
             torch=_torch_version(),
         )
 
     def probe(self, probe: Probe) -> None:
-        """Read from and write to the shared folder. Raises ValueError when it is another one, and OSError."""
-        path = self._shared_dir / PurePath(probe.name).name
-        try:
-            there = path.read_text()
-        except FileNotFoundError:
-            there = None
-        if there != probe.content:
-            raise ValueError(
-                f"{self._shared_dir} here is not the folder that the service has: mount the same storage on all nodes"
-            )
-        path.with_name(f"{path.name}.{self._instance}").write_text(probe.content)
+        """Read from and write to the shared storage. Raises ValueError when it is another one, and OSError."""
+        answer_probe(self._storage, probe.name, probe.content, self._instance)
 
     @property
     def root(self) -> Path:
@@ -219,8 +211,7 @@ class NodeAgent:
         watched.changed_s = time.monotonic()
         if place.worker_id is not None and place.worker_id in self._own_workers(place.incarnation):
             return
-        if not (self._root / place.incarnation / "checkpoints").exists():
-            job_folder.make_incarnation(self._root, place.incarnation, self._shared_dir)
+        self._storage.make_incarnation(self._root, place.incarnation)
         path = self._root / file.path
         if file.offset is not None:
             job_folder.write_part(path, file.offset, file.data)

@@ -41,7 +41,7 @@ from elasticflow_airflow.engines.cluster.messages import (
     SupervisorState,
     introduction_of,
 )
-from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage
+from elasticflow_airflow.engines.cluster.shared_storage import StorageProbe
 from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
 
@@ -105,11 +105,11 @@ class NodeLink:
         token: str,
         root: Path,
         epoch: int,
-        storage: SharedStorage,
+        probe: StorageProbe,
         on_across: Callable[[NodeLink, str], None],
         on_introduced: Callable[[NodeLink, Introduction], None],
     ) -> None:
-        self.key, self.url, self._root, self._epoch, self._storage = key, url, root, epoch, storage
+        self.key, self.url, self._root, self._epoch, self._probe = key, url, root, epoch, probe
         self._on_across, self._on_introduced = on_across, on_introduced
         self._seal = Seal(token)
         headers = {"Authorization": f"Bearer {token}"}
@@ -319,8 +319,8 @@ class NodeLink:
         found = introduction_of(answer.json())
         took_s = time.monotonic() - begun_s
         self._on_introduced(self, found)
-        await self._post("/probe", Probe(name=self._storage.name, content=self._storage.content).model_dump_json())
-        await asyncio.to_thread(self._storage.check_answer, found.instance)
+        await self._post("/probe", Probe(name=self._probe.name, content=self._probe.content).model_dump_json())
+        await asyncio.to_thread(self._probe.check_answer, found.instance)
         # Higher than that of any service before this one, whatever the clocks of both say.
         self._epoch = max(self._epoch, found.epoch + 1)
         self._number = 0

@@ -1,30 +1,150 @@
-"""Checks that the service and a node have the same folder for checkpoints, and that both can write there."""
+"""Where the checkpoints of a cluster's jobs are: in a folder that service and nodes share, or at a URL."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Protocol
+
+from elasticflow_airflow.engines.cluster import job_folder
+from elasticflow_airflow.runtime.stores.manifest import CheckpointError
+from elasticflow_airflow.runtime.stores.remote import RemoteStore
+from elasticflow_airflow.runtime.stores.store import is_in_process, is_remote
+
+_PROBE = ".elasticflow-probe-"
 
 
-class SharedStorage:
-    """The folder that all nodes share. Raises OSError when the service cannot write there."""
+class SharedStorage(Protocol):
+    """A place for files that the service and all nodes reach. Its methods raise OSError."""
 
+    where: str
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small file."""
+        ...
+
+    def read(self, name: str) -> str | None:
+        """Return the content of a small file; None if there is none."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there."""
+        ...
+
+    def make_incarnation(self, root: Path, incarnation: str) -> None:
+        """Create the folder of an incarnation below ``root``, and the way from it to its checkpoints. Idempotent."""
+        ...
+
+    def checkpoints_url(self, incarnation: str) -> str | None:
+        """Return where workers find the checkpoints of an incarnation; None: below its folder."""
+        ...
+
+
+def open_shared_storage(where: Path | str) -> SharedStorage:
+    """Open a folder or an fsspec URL. Raises OSError with the reason when it cannot be used."""
+    if not is_remote(where):
+        return _SharedFolder(Path(where))
+    if is_in_process(where):
+        raise OSError(f"{where} exists in one process only: give a folder or a URL that all machines reach")
+    return _SharedUrl(str(where))
+
+
+class _SharedFolder:
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder.resolve()
-        self.name, self.content = f".elasticflow-probe-{secrets.token_hex(8)}", secrets.token_hex(8)
-        (self._folder / self.name).write_text(self.content)
+        self.where = str(self._folder)
+
+    def write(self, name: str, text: str) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self._folder / name).write_text(text)
+
+    def read(self, name: str) -> str | None:
+        with contextlib.suppress(FileNotFoundError):
+            return (self._folder / name).read_text()
+        return None
+
+    def remove(self, name: str) -> None:
+        (self._folder / name).unlink(missing_ok=True)
+
+    def make_incarnation(self, root: Path, incarnation: str) -> None:
+        if (root / incarnation / "checkpoints").exists():
+            return
+        shared = self._folder / incarnation / "checkpoints"
+        shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+        job_folder.make_incarnation(root, incarnation, checkpoints=shared)
+
+    def checkpoints_url(self, incarnation: str) -> str | None:  # noqa: ARG002  (there is none)
+        return None
+
+
+class _SharedUrl:
+    def __init__(self, url: str) -> None:
+        self.where = url.rstrip("/")
+        with _as_oserror():
+            self._store = RemoteStore(self.where)
+
+    def write(self, name: str, text: str) -> None:
+        with _as_oserror():
+            self._store.replace(name, text.encode())
+
+    def read(self, name: str) -> str | None:
+        with _as_oserror():
+            raw = self._store.read(name)
+            return None if raw is None else raw.decode()
+
+    def remove(self, name: str) -> None:
+        with _as_oserror():
+            self._store.delete_file(name)
+
+    def make_incarnation(self, root: Path, incarnation: str) -> None:
+        job_folder.make_incarnation(root, incarnation, checkpoints=None)
+
+    def checkpoints_url(self, incarnation: str) -> str | None:
+        return f"{self.where}/{incarnation}/checkpoints"
+
+
+@contextmanager
+def _as_oserror() -> Iterator[None]:
+    """Convert the errors of any store: each has its own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except CheckpointError as error:
+        raise OSError(str(error)) from error
+    except Exception as error:
+        raise OSError(repr(error)) from error
+
+
+class StorageProbe:
+    """Checks that the service and a node have the same storage, and that both can write there. Raises OSError."""
+
+    def __init__(self, storage: SharedStorage) -> None:
+        self._storage = storage
+        self.name, self.content = f"{_PROBE}{secrets.token_hex(8)}", secrets.token_hex(8)
+        storage.write(self.name, self.content)
 
     def check_answer(self, instance: str) -> None:
         """Check what an agent has written after it had read the probe. Raises ValueError when it is not here."""
-        theirs = self._folder / f"{self.name}.{instance}"
-        try:
-            theirs.unlink()
-        except FileNotFoundError:
+        name = f"{self.name}.{instance}"
+        if self._storage.read(name) is None:
             raise ValueError(
-                f"what it writes to the shared folder does not arrive in {self._folder}: mount the same storage on all"
-            ) from None
+                f"what it writes to the shared storage does not arrive in {self._storage.where}: give all the same"
+            )
+        self._storage.remove(name)
 
     def close(self) -> None:
-        """Remove the probe."""
-        (self._folder / self.name).unlink(missing_ok=True)
+        """Remove the probe; it stays where the storage cannot be reached any more."""
+        with contextlib.suppress(OSError):
+            self._storage.remove(self.name)
+
+
+def answer_probe(storage: SharedStorage, name: str, content: str, instance: str) -> None:
+    """Read the service's probe and write beside it. Raises ValueError when the storage is another one, and OSError."""
+    name = PurePath(name).name
+    if storage.read(name) != content:
+        raise ValueError(f"{storage.where} here is not the storage that the service has: give all machines the same")
+    storage.write(f"{name}.{instance}", content)

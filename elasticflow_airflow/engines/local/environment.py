@@ -6,6 +6,18 @@ from collections.abc import Mapping
 
 _NAMES = frozenset(
     {
+        "AWS_CA_BUNDLE",
+        "AWS_CONFIG_FILE",
+        "AWS_DEFAULT_REGION",
+        "AWS_ENDPOINT_URL",
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_PROFILE",
+        "AWS_REGION",
+        "AWS_ROLE_ARN",
+        "AWS_SHARED_CREDENTIALS_FILE",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "GOOGLE_CLOUD_PROJECT",
         "HOME",
         "LANG",
         "LANGUAGE",
@@ -28,7 +40,7 @@ _NAMES = frozenset(
 )
 _PREFIXES = ("CUBLAS_", "CUDA_", "CUDNN_", "HF_", "LC_", "NCCL_", "NVIDIA_", "PYTORCH_", "TORCH_NCCL_", "TRANSFORMERS_")
 _NEVER = frozenset({"CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HF_TOKEN_PATH"})
-"""The engine sets the devices; a token is a secret and is passed in ``secret_env``."""
+"""The engine sets the devices; a token is a secret and is passed in ``secret_env``, and so are the keys of a store."""
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:

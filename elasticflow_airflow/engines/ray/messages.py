@@ -24,7 +24,8 @@ class AgentSettings(_Message):
     """On a local disk of the node; None: one in /var/tmp that belongs to who runs Ray there."""
     namespace: str
     """Of the service; each node has a folder of its own below ``folder/namespace``."""
-    shared_dir: Path
+    shared_dir: str
+    """Folder or URL of the checkpoints."""
     port: int = 0
     reserved: bool = False
     """The nodes are ours alone: an agent and its workers outlive their actor."""

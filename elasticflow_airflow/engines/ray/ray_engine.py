@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from elasticflow_airflow.engines.cluster.cluster_engine import engine_over
 from elasticflow_airflow.engines.cluster.cluster_nodes import SUSPICION_S, ClusterNodes
+from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage
 from elasticflow_airflow.engines.local.engine import TorchrunEngine
 from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.port import EngineError, EngineNode
@@ -33,16 +33,21 @@ def open_ray_engine(
     if importlib.util.find_spec("ray") is None:
         raise EngineError("Ray is not installed here: pip install 'elasticflow-airflow[ray]', of the cluster's version")
     logs = {"log_segment_bytes": log_segment_bytes, "log_segments": log_segments}
-    nodes = partial(RayNodes, state_dir.resolve(), client, suspicion_s=suspicion_s)
-    return engine_over("ray", state_dir, client.agent.shared_dir, nodes, wait_s, **logs)
+
+    def connected(storage: SharedStorage) -> RayNodes:
+        return RayNodes(state_dir.resolve(), client, storage, suspicion_s=suspicion_s)
+
+    return engine_over("ray", state_dir, client.agent.shared_dir, connected, wait_s, **logs)
 
 
 class RayNodes(ClusterNodes):
     """The machines of a Ray cluster: Ray says where they are, the rest is between the service and the agents."""
 
-    def __init__(self, state_dir: Path, client: ClientSettings, *, suspicion_s: float = SUSPICION_S) -> None:
+    def __init__(
+        self, state_dir: Path, client: ClientSettings, storage: SharedStorage, *, suspicion_s: float = SUSPICION_S
+    ) -> None:
         token = client.agent.token.get_secret_value()
-        super().__init__(state_dir, client.agent.shared_dir, token, suspicion_s=suspicion_s)
+        super().__init__(state_dir, storage, token, suspicion_s=suspicion_s)
         self._directory = RayDirectory(client, state_dir, self.set_addresses)
 
     def wait_for_nodes(self, limit_s: float) -> None:

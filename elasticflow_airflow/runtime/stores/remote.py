@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -168,6 +169,70 @@ class RemoteStore:
             folder, _, file = name.rpartition("/")
             raise CheckpointError(f"checkpoint {self.where}/{folder}: {file} is missing") from error
 
+    def look_at(self, name: str) -> CandidateInfo:
+        """Check a checkpoint's manifest and the sizes of its objects, and download no more.
+
+        Raises CheckpointError naming the object that is damaged or missing, and CheckpointUnreachable.
+        """
+        return self._look_at(name)[0]
+
+    def _look_at(self, name: str) -> tuple[CandidateInfo, dict[str, FileEntry]]:
+        where = f"{self.where}/{name}"
+        raw = self.read(f"{name}/{MANIFEST}")
+        if raw is None:
+            raise CheckpointError(f"checkpoint {where}: {MANIFEST} is missing")
+        info, files = manifest.decode_manifest(raw, Path(name))
+        for file, entry in files.items():
+            path = f"{self._root}/{name}/{file}"
+            try:
+                size = self._reading(f"{where}/{file}", partial(self._size, path))
+            except FileNotFoundError as error:
+                raise CheckpointError(f"checkpoint {where}: {file} is missing") from error
+            if size != entry.size_bytes:
+                raise CheckpointError(f"checkpoint {where}: {file} has {size} bytes, not {entry.size_bytes}")
+        return info, files
+
+    def _size(self, path: str) -> int:
+        self._fs.invalidate_cache()
+        return int(self._fs.info(path)["size"])
+
+    def adopt(self, source: RemoteStore, name: str, *, incarnation: int) -> CandidateInfo:
+        """Copy a checkpoint of another incarnation, as this one's initial checkpoint (generation 0). Idempotent.
+
+        Raises CheckpointError if the source is damaged, and CheckpointUnreachable if it cannot be copied now.
+        """
+        info, files = source._look_at(name)
+        final = candidate_name(0, info.step)
+        try:
+            return self.look_at(final)
+        except CheckpointUnreachable:
+            raise
+        except CheckpointError:
+            pass  # Not there, or half of it.
+        try:
+            for file in files:
+                retried(partial(self._copy, f"{source._root}/{name}/{file}", f"{self._root}/{final}/{file}"), Exception)
+            raw = manifest.encode_manifest(files, incarnation, 0, info.step, info.metadata)
+            retried(lambda: self.replace(f"{final}/{MANIFEST}", raw), Exception)
+        except Exception as error:  # Each store has its own error types.
+            raise unreachable(f"a copy of checkpoint {source.where}/{name} at {self.where}", error) from error
+        return self.look_at(final)
+
+    def _copy(self, source: str, target: str) -> None:
+        try:
+            self._fs.cp_file(source, target)
+        except FileNotFoundError:
+            self._fs.makedirs(os.path.dirname(target), exist_ok=True)  # As in ``open_for_writing``.
+            self._fs.cp_file(source, target)
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint if it is there. Raises CheckpointError."""
+        with _telling(self.where):
+            # The manifest first: half a checkpoint must not count as complete.
+            self.delete_file(f"{name}/{MANIFEST}")
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(f"{self._root}/{name}", recursive=True)
+
     def newest_generation(self) -> int | None:
         """See Store. Checkpoints without a manifest are ignored here, too: they may be overwritten."""
         return max((int(name[1:].split("/")[0]) for name in self.candidates()), default=None)
@@ -196,11 +261,9 @@ class RemoteStore:
             return []  # The promoted one is unknown: remove none.
         names = self.candidates()
         removed = [name for name in names[: -keep or None] if promotion is None or name != promotion.path]
+        for name in removed:
+            self.remove(name)
         with _telling(self.where):
-            for name in removed:
-                # The manifest first: half a checkpoint must not count as complete.
-                self.delete_file(f"{name}/{MANIFEST}")
-                self._fs.rm(f"{self._root}/{name}", recursive=True)
             if promotion is not None:
                 for path in self._fs.glob(f"{self._root}/g*/step-*"):
                     name = "/".join(str(path).rstrip("/").split("/")[-2:])

@@ -26,6 +26,7 @@ def session_of(
         job_id=row.job_id,
         incarnation=row.incarnation,
         incarnation_dir=str(files.folder(row.job_id, row.incarnation)),
+        checkpoints_url=files.checkpoints_url(row.job_id, row.incarnation),
         code_dir=str(snapshots.path(command.snapshot)),
         script=command.script,
         module=command.module,

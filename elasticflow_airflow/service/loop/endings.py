@@ -96,7 +96,7 @@ def result_of(context: PassContext, row: IncarnationRow, state: State) -> JobRes
     generations = context.tx.generations(row.job_id, row.incarnation)
     path = None
     if row.promoted is not None:
-        path = str(context.files.checkpoint(row.job_id, row.incarnation, row.promoted.path))
+        path = context.files.checkpoint(row.job_id, row.incarnation, row.promoted.path)
     deadline_at = row.deadline_at
     finished_at = context.now
     return JobResult(
