@@ -12,6 +12,7 @@ import pytest
 from support.gang import install
 
 from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV
+from elasticflow_airflow.engines.local.observing import Observer
 from elasticflow_airflow.engines.port import EngineError, GangObservation, GangOutcome, GangSpec, GangState
 from elasticflow_airflow.runtime.protocol import Membership, ReportKind, RescaleMode
 from elasticflow_airflow.scheduler_core.model.values import Slot
@@ -130,6 +131,35 @@ def test_back_to_where_it_was_before_anybody_could_join(bench: Bench, plan: Make
     assert ids(gang) == ["g000001-r000", "g000001-r001"]
     bench.wait(lambda gangs: gangs[2].state is GangState.ENDED, "those that came for nothing have left")
     over(bench)
+
+
+@pytest.mark.parametrize("bench", [pytest.param("local", marks=slow)], indirect=True)
+@pytest.mark.parametrize("mover", ["is heard of later", "is lost before"])
+def test_a_move_is_judged_by_who_has_moved(
+    bench: Bench, plan: Make, monkeypatch: pytest.MonkeyPatch, mover: str
+) -> None:
+    """The machine that a job moves to is cut off at that moment: the one it leaves has not failed for that."""
+    hidden, read = {2}, Observer._new_reports
+    monkeypatch.setattr(Observer, "_new_reports", lambda *a: () if a[2].generation in hidden else read(*a))
+    bench.engine.apply(plan(1, "A"))
+    bench.wait_state(1, GangState.RUNNING)
+    bench.engine.apply(plan(2, "C"))
+    left = bench.wait(lambda gangs: gangs[1].state is not GangState.RUNNING, "it has left")
+    assert left[1].workers[0].exit_code == 0
+    for _ in range(5):
+        assert bench.look()[1].state is GangState.LEAVING
+    if mover == "is lost before":
+        status = bench.folder(2, node=1).read_status()
+        assert status is not None
+        assert status.supervisor is not None
+        status.supervisor.kill()
+        assert bench.wait_state(2, GangState.ENDED).outcome is GangOutcome.LOST
+    else:
+        hidden.clear()
+        bench.wait_state(2, GangState.RUNNING)
+    assert bench.wait_state(1, GangState.ENDED).outcome is GangOutcome.STOPPED
+    if mover != "is lost before":
+        over(bench)
 
 
 @both

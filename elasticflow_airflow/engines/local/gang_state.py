@@ -1,8 +1,9 @@
 """Derives a gang's state from what supervisors wrote and workers reported. Pure except for reading logs.
 
 Rules: a lost supervisor explains every failure of its peers; nothing that happens after the workers were ordered to
-leave is a failure; status 0 is success only if rank 0 reported ``finished`` or has no session. A plain script that was
-ordered to leave but ended before it got a signal does not know of the order: it has finished.
+leave is a failure, nor is leaving for others in a change in place; status 0 is success only if rank 0 reported
+``finished`` or has no session. A plain script that was ordered to leave but ended before it got a signal does not know
+of the order: it has finished.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Heard:
     in_place: bool = False
     """Whether the session can change in place."""
     finished: bool = False
+    left: set[str] = field(default_factory=set)
+    """By worker id, those that left because a plan without them is being followed, or because they were told to."""
     causes: dict[str, tuple[float, str]] = field(default_factory=dict)
     """By worker id: time and message of its last failure report."""
 
@@ -41,6 +44,8 @@ class Heard:
                 self.in_place = self.in_place or bool(report.data.get("in_place"))
             elif report.kind is ReportKind.FINISHED and report.rank == 0:
                 self.finished = True
+            elif report.kind is ReportKind.STOPPED:
+                self.left.add(report.worker_id)
             elif report.kind in (ReportKind.FAILED, ReportKind.OUT_OF_MEMORY):
                 self.causes[report.worker_id] = (report.at_s, str(report.data.get("message", report.kind)))
 
@@ -105,6 +110,8 @@ def judge_ended(gang: GangRecord, statuses: Mapping[str, Status | None], lost: l
         return _judge_failed(gang, known, heard)  # None of the workers that survive a death is left.
     if gang.plain or not heard.started:
         return GangVerdict(GangState.ENDED, GangOutcome.FINISHED)
+    if heard.left >= set(gang.worker_ids):
+        return GangVerdict(GangState.ENDED, GangOutcome.STOPPED)  # for others that were lost before they said anything
     text = "the script ended with status 0 before its session reported that it is finished"
     return GangVerdict(GangState.ENDED, GangOutcome.FAILED, _with_tail(text, gang, gang.worker_id(0)), None)
 

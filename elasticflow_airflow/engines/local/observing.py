@@ -87,6 +87,8 @@ class Observer:
                 self._save(job)
         elif isinstance(verdict_of_end, GangVerdict):
             verdict = verdict_of_end
+        elif self._has_handed_over(job, gang, heard):
+            verdict = GangVerdict(GangState.LEAVING)
         else:
             verdict = judge_ended(gang, statuses, verdict_of_end, heard)
         observation = GangObservation(
@@ -158,6 +160,21 @@ class Observer:
             g for g in job.gangs.values() if g.generation > gang.generation and g.adopted and g.chain == gang.chain
         ]
         return max(later, key=lambda g: g.generation, default=None)
+
+    def _has_handed_over(self, job: JobRecord, gang: GangRecord, heard: Heard) -> bool:
+        """Return whether all workers have left for those of a change in place of which nothing is heard yet.
+
+        What became of the training is known when those are heard of, or have ended.
+        """
+        return (
+            not gang.told
+            and heard.left >= set(gang.worker_ids)
+            and any(
+                g.generation > gang.generation and g.chain == gang.chain and g.in_place and not g.adopted
+                for g in job.gangs.values()
+                if not (g.dropped or g.never_came or self.was_seen_to_end(job, g))
+            )
+        )
 
     def is_training(self, job: JobRecord, gang: GangRecord) -> bool:
         """Return whether a worker has reported ``started``; always True for a plain script."""

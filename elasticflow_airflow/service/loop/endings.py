@@ -225,14 +225,18 @@ def _settle(context: PassContext, row: IncarnationRow, generation: GenerationRow
 
 
 def _trained_until_now(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> bool:
-    """Return whether a generation ended before its successor in place switched: then the job has lost its gang."""
+    """Return whether a generation ended that trained until a change in place is done: then the job has lost its gang.
+
+    It need not be the one that the change was to continue: that may have been replaced meanwhile, by an earlier change.
+    """
     change = context.desired(row)
+    if change is None or change.mode != RescaleMode.IN_PLACE or change.running_at is not None:
+        return False
+    trained = [g.generation for g in context.open_of(row) if g.running_at is not None]
     return (
-        change is not None
-        and change.mode == RescaleMode.IN_PLACE
-        and change.continues == generation.generation
-        and change.running_at is None
-        and change.first_step is None
+        change.first_step is None
+        and generation.running_at is not None
+        and generation.generation >= max(trained, default=0)
     )
 
 

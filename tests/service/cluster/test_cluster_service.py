@@ -4,48 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.machines import Machines, need_namespaces
-from support.node_agents import TOKEN, start_agent
-from support.trial import Trial, trial_parts
+from support.cluster_trial import ClusterTrial, running
+from support.machines import need_namespaces
+from support.trial import trial_parts
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@dataclass
-class ClusterTrial(Trial):
-    """Two machines with a slot each."""
-
-    machines: Machines = field(default_factory=lambda: Machines(2))
-
-    def start_node(self, index: int) -> None:
-        listen = f"{self.machines.addresses[index]}:8322"
-        start_agent(self.state_dir.parent, f"node{index}", listen, 1, self.machines, index)
-
-
 @pytest.fixture
 def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterTrial]:
     need_namespaces()
-    trial = ClusterTrial(*trial_parts(daemons, open_client, tmp_path, monkeypatch))
-    trial.settings = {
-        "engine": "cluster",
-        "nodes": ",".join(f"http://{address}:8322" for address in trial.machines.addresses),
-        "shared_dir": trial.state_dir.parent / "shared",
-        "node_token": TOKEN,
-        "suspicion_s": 10,
-    }
-    try:
-        for index in range(2):
-            trial.start_node(index)
-        trial.start()
+    with running(ClusterTrial(*trial_parts(daemons, open_client, tmp_path, monkeypatch)), suspicion_s=10) as trial:
         yield trial
-    finally:
-        trial.machines.close()
-    trial.end()
 
 
 @pytest.mark.soak

@@ -21,10 +21,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.cluster_trial import ClusterTrial, running
 from support.gang import Gang
 from support.machines import Machines, need_namespaces
-from support.node_agents import TOKEN, agent_command, start_agent
-from support.trial import Trial, trial_parts
+from support.node_agents import agent_command
+from support.trial import trial_parts
 
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import snapshot_script
@@ -40,19 +41,13 @@ SETTLED_S = 240.0
 
 
 @dataclass
-class FaultyTrial(Trial):
-    """A service over machines with a slot each, their faults, and the history."""
+class FaultyTrial(ClusterTrial):
+    """A service over three machines, their faults, and the history."""
 
     machines: Machines = field(default_factory=lambda: Machines(NODES))
     random: random.Random = field(default_factory=random.Random)
     history: Path = field(default_factory=Path)
     done: Counter[str] = field(default_factory=Counter)
-
-    def start_node(self, index: int) -> None:
-        start_agent(self.state_dir.parent, f"node{index}", self.listen(index), 1, self.machines, index)
-
-    def listen(self, index: int) -> str:
-        return f"{self.machines.addresses[index]}:8322"
 
     def train(self, task: str, epochs: int) -> str:
         snapshot = snapshot_script(SCRIPT)
@@ -256,11 +251,7 @@ def trial(
     trial = FaultyTrial(*trial_parts(daemons, open_client, tmp_path, monkeypatch))
     trial.random, trial.history = random.Random(seed), tmp_path / "history"
     trial.history.mkdir()
-    trial.settings = {
-        "engine": "cluster",
-        "nodes": ",".join(f"http://{trial.listen(index)}" for index in range(NODES)),
-        "shared_dir": trial.state_dir.parent / "shared",
-        "node_token": TOKEN,
+    settings = {
         "suspicion_s": SUSPICION_S,
         "grace_s": 5,
         "hang_min_s": 20,
@@ -270,14 +261,8 @@ def trial(
         "max_restarts": 1000,
         "max_recoveries": 1000,
     }
-    try:
-        for index in range(NODES):
-            trial.start_node(index)
-        trial.start()
+    with running(trial, **settings):
         yield trial
-    finally:
-        trial.machines.close()
-    trial.end()
 
 
 def undisturbed(root: Path, epochs: int) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -212,3 +213,41 @@ def test_the_plan_changes_again_in_the_middle_of_a_change(world):
     assert world.ended(urgent).result.met
     assert world.ended(job).state == "succeeded"
     assert not world.events(job, "restarting")
+
+
+def shrunk_and_to_grow(world, monkeypatch):
+    """A job that shrank (generation 2) when it was already planned to grow again (generation 3), which continues 1."""
+    job = submit(world)
+    world.until(lambda: world.status(job).workers == 4 and world.status(job).step > 50, "it has all slots")
+    urgent = submit(world, task="urgent", within=200, steps=600, scaling_curve=CURVE)
+    shrunk = world.generations(job)[-1]
+    assert (shrunk.mode, shrunk.continues, shrunk.running_at) == ("in_place", 1, None)
+    seen_before = world.engine.observe()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.engine, "observe", lambda: [replace(gang, reports=()) for gang in seen_before])
+        world.now_s += 2.0  # The workers change, which the service sees a pass later.
+        world.elapsed_s += 2.0
+        world.job_service.cancel(urgent.job.job_id, urgent.claim, "makes room")
+        world.step()
+    grown = world.generations(job)[-1]
+    assert (grown.mode, grown.continues, grown.workers) == ("in_place", 1, 4)
+    world.step(0.5)
+    assert [g.state for g in world.generations(job)][1:] == ["running", "starting"]
+    return job
+
+
+def test_a_plan_that_was_made_while_the_workers_changed_costs_no_restart(world, monkeypatch):
+    """Who trained before that change has been replaced, though the newer plan was to continue it: nobody is lost."""
+    job = shrunk_and_to_grow(world, monkeypatch)
+    assert world.ended(job).state == "succeeded"
+    assert len(world.events(job, "rescaled")) == 2
+    assert not world.events(job, "restarting"), "\n".join(world.story())
+
+
+def test_those_who_train_when_a_plan_is_made_for_those_before_them_are_missed_at_once(world, monkeypatch):
+    job = shrunk_and_to_grow(world, monkeypatch)
+    for rank in range(2):
+        world.engine.fail_worker(job.job.job_id, rank)
+    world.run(2)
+    assert world.events(job, "restarting") or world.events(job, "worker_lost"), "\n".join(world.story())
+    assert world.ended(job).state == "succeeded"

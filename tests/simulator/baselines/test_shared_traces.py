@@ -46,7 +46,7 @@ OTHERS = tuple(name for name in POLICY_NAMES if name != "elasticflow")
 CHOICES = (
     "elasticflow:value",
     pytest.param("elasticflow:wait", marks=pytest.mark.soak),
-    "elasticflow:value:wait",
+    pytest.param("elasticflow:value:wait", marks=pytest.mark.soak),
     "elasticflow:late",
 )
 PROMISING = ("chronus", "chronus:wait", "chronus+size", "chronus+size:wait", "edf+admission", "edf+admission:wait")
