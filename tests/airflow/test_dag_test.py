@@ -37,6 +37,7 @@ def jobs(client: ElasticFlowClient, dag: DAG) -> dict[str, object]:
     return {job.identity.task_id: job for job in client.list_jobs(dag_id=dag.dag_id)}
 
 
+@pytest.mark.slow
 def test_two_trainings_are_in_flight_at_once_and_return_their_results(run_dag, new_dag, client, capsys):
     with new_dag() as dag:
 

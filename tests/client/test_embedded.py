@@ -100,6 +100,7 @@ def test_secrets_of_airflow_are_not_passed_on(state_dir, tmp_path, monkeypatch):
     assert "pw" not in str(failed.value)
 
 
+@pytest.mark.slow
 def test_one_service_whoever_asks_first(state_dir):
     with ThreadPoolExecutor(6) as pool:
         endpoints = list(pool.map(lambda _: ensure_service(state_dir, SETTINGS), range(6)))

@@ -67,6 +67,7 @@ def test_a_broken_device_is_told_apart_from_a_broken_script(local_bench: LocalBe
     assert "uncorrectable ECC error" in report.data["message"]
 
 
+@pytest.mark.slow
 def test_scripts_end_in_every_way(local_bench: LocalBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four jobs side by side, each with its own end; a fifth one shows what a script sees."""
     bench = local_bench
@@ -251,6 +252,7 @@ def test_a_crash_in_the_middle_of_apply_is_repaired(
     assert bench.kinds(1).count("started") == 1
 
 
+@pytest.mark.slow
 def test_a_new_incarnation_waits_for_the_old_one(local_bench: LocalBench) -> None:
     bench = local_bench
     old = bench.spec(1)
@@ -273,7 +275,8 @@ def test_a_new_incarnation_waits_for_the_old_one(local_bench: LocalBench) -> Non
         bench.engine.read_log("job", 1, "g000002-r000", 0, 1000)
 
 
-@pytest.mark.parametrize("service", ["stays", *slow("comes back")])
+@pytest.mark.slow
+@pytest.mark.parametrize("service", ["stays", "comes back"])
 def test_the_old_generation_trains_on_until_the_new_one_is_warm(local_bench: LocalBench, service: str) -> None:
     bench = local_bench
     bench.engine.apply(bench.spec(1))

@@ -70,9 +70,8 @@ def venv_beside_ours(where: Path) -> Path:
     return where / "bin" / "python"
 
 
-@pytest.mark.parametrize(
-    "kind", ["wheel", pytest.param("editable", marks=pytest.mark.slow)]
-)  # the sdist's is the same wheel
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "editable"])  # the sdist's is the same wheel
 def test_beside_a_users_own_operators(
     kind: str, users_project: Path, source: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

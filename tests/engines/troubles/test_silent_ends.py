@@ -61,6 +61,7 @@ def end(bench: LocalBench, script: str, **session: Any) -> GangObservation:
     return bench.wait_state(1, GangState.ENDED)
 
 
+@pytest.mark.slow
 def test_a_plain_script_that_leaves_at_once_has_finished(local_bench: LocalBench) -> None:
     ended = end(local_bench, "import os\nos._exit(0)\n", steps=None)
     assert (ended.outcome, ended.workers[0].exit_code) == (GangOutcome.FINISHED, 0)

@@ -145,6 +145,7 @@ def test_a_job_that_one_worker_cannot_keep_is_measured_with_more_before_it_is_re
     assert (ended.state, ended.verdict.decision, ended.result.met) == ("succeeded", "admitted", True)
 
 
+@pytest.mark.slow
 def test_what_was_measured_of_a_job_that_is_refused_is_known_to_its_next_run(world):
     for number in range(3):
         world.submit(task=f"full{number}", steps=2000, within=255, scaling_curve={1: 10.0}, max_workers=1)
