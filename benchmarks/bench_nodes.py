@@ -1,6 +1,6 @@
 """What it costs that a job runs on two machines: a change of its size, and the loss of one of them.
 
-    python benchmarks/bench_nodes.py [--changes 5] [--losses 10] [--write]
+    python benchmarks/bench_nodes.py [--changes 5] [--losses 30] [--write]
 
 Two machines are two network and PID namespaces of this one (needs root), with an agent each; the service's engine, real
 torchrun and real training (a small convolution, steps of about 0.1 s). A change goes from one worker to two and back,
@@ -40,8 +40,17 @@ A, B, C = Slot("node0", 0), Slot("node0", 1), Slot("node1", 0)
 class Job:
     """One job on an engine, changed in place from generation to generation."""
 
-    def __init__(self, engine: TorchrunEngine, base: Path, name: str) -> None:
+    def __init__(
+        self,
+        engine: TorchrunEngine,
+        base: Path,
+        name: str,
+        env: dict[str, str] | None = None,
+        global_batch_size: int = 16,
+        limit_s: float = 120.0,
+    ) -> None:
         self.engine, self.base, self.name, self.generation = engine, base, name, 0
+        self._env, self._global_batch_size, self._limit_s = env or {"TEST_STEP_S": "0.1"}, global_batch_size, limit_s
         self.reports: list[Report] = []
         engine.files.prepare(name, 1)
 
@@ -60,12 +69,12 @@ class Job:
                 code_dir=str(self.base / "code"),
                 script="train.py",
                 epochs=100_000,
-                global_batch_size=16,
+                global_batch_size=self._global_batch_size,
                 logical_workers=4,
                 seed=7,
             ),
             python=sys.executable,
-            env={"TEST_STEP_S": "0.1"},
+            env=self._env,
             mode=RescaleMode.RESTART if self.generation == 1 else RescaleMode.IN_PLACE,
             lost=lost,
         )
@@ -77,7 +86,7 @@ class Job:
         return found
 
     def wait(self, condition: Callable[[dict[int, GangObservation]], object], what: str) -> None:
-        end_s = time.monotonic() + 120
+        end_s = time.monotonic() + self._limit_s
         while not condition(self.look()):
             if time.monotonic() > end_s:
                 raise SystemExit(f"waited in vain: {what}")
@@ -90,6 +99,11 @@ class Job:
         self.wait(lambda gangs: gangs[spec.generation].state is GangState.RUNNING, f"{slots} train")
         mine = [r for r in self.reports if r.generation == spec.generation and r.kind is ReportKind.STARTED]
         return max((float(report.data.get("pause_s", 0.0)) for report in mine), default=0.0)
+
+    def leave(self) -> None:
+        """Stop, and wait until nobody is left."""
+        self.engine.stop(self.name, 1.0)
+        self.wait(lambda gangs: all(g.state is GangState.ENDED for g in gangs.values()), "it leaves")
 
     def dead(self) -> tuple[str, ...]:
         """Return the workers of the present generation that are dead."""
@@ -124,7 +138,7 @@ def milliseconds(values: list[float]) -> str:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--changes", type=int, default=5)
-    parser.add_argument("--losses", type=int, default=10)
+    parser.add_argument("--losses", type=int, default=30)
     options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as name:
@@ -141,8 +155,7 @@ def main() -> None:
                     job.next_step()
                     pauses[f"{key}, 2-1"].append(job.change(A))
                     job.next_step()
-            engine.stop("changes", 1.0)
-            job.wait(lambda gangs: all(g.state is GangState.ENDED for g in gangs.values()), "it leaves")
+            job.leave()
 
             losses: list[float] = []
             job = Job(engine, base, "losses")
@@ -160,8 +173,7 @@ def main() -> None:
                     machines.heal(1)
                     start_agent(base, "node1", urls[1].removeprefix("http://"), 2, machines, 1)
                     job.wait(lambda _: len(engine.inventory()) == 2, "the machine is back")
-            engine.stop("losses", 1.0)
-            job.wait(lambda gangs: all(g.state is GangState.ENDED for g in gangs.values()), "it leaves")
+            job.leave()
     rows = [
         ["1 to 2 workers", milliseconds(pauses["one, 1-2"]), milliseconds(pauses["two, 1-2"])],
         ["2 to 1 workers", milliseconds(pauses["one, 2-1"]), milliseconds(pauses["two, 2-1"])],

@@ -67,6 +67,7 @@ def _open_ray(settings: ServiceSettings) -> Engine:
         namespace=settings.ray_namespace,
         shared_dir=shared_dir,
         port=settings.node_port,
+        notice_file=settings.node_notice_file,
         reserved=settings.ray_reserved,
         warm_imports=settings.warm_modules(),
         slot_lock_dir=settings.slot_lock_dir,

@@ -61,6 +61,8 @@ class ServiceSettings(BaseSettings):
     node_token_file: Path | None = None
     node_folder: Path | None = None
     """On each machine of a Ray cluster, the folder of its agent, on a local disk; default: one in /var/tmp."""
+    node_notice_file: Path | None = None
+    """On each machine of a Ray cluster, the file that announces that the machine goes away, and in how many seconds."""
     node_port: int = Field(default=0, ge=0, le=65535)
     """Where the agents on a Ray cluster listen; 0: any free port."""
     ray_address: str = "auto"
@@ -180,7 +182,15 @@ class ServiceSettings(BaseSettings):
     verdict_wait_s: float = Field(default=10.0, gt=0)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("state_dir", "token_file", "metrics_token_file", "slot_lock_dir", "node_token_file", "node_folder")
+    @field_validator(
+        "state_dir",
+        "token_file",
+        "metrics_token_file",
+        "slot_lock_dir",
+        "node_token_file",
+        "node_folder",
+        "node_notice_file",
+    )
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()

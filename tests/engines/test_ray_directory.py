@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import stat
 import time
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from elasticflow_airflow.engines.cluster.agent_server import AgentOptions
 from elasticflow_airflow.engines.port import EngineError
-from elasticflow_airflow.engines.ray import node_actor, ray_directory, ray_engine
+from elasticflow_airflow.engines.ray import agent_process, node_actor, ray_directory, ray_engine
 from elasticflow_airflow.engines.ray.messages import AgentSettings, ClientSettings, ClusterView
 from elasticflow_airflow.engines.ray.node_actor import NodeActor
 from elasticflow_airflow.engines.ray.ray_directory import RayDirectory
@@ -179,3 +181,27 @@ def test_who_finds_a_closed_port_does_not_ask_there_again(monkeypatch: pytest.Mo
     assert "Connection refused" in ray_client._reason(refused.value, "127.0.0.1:9")
     assert "no instance" in ray_client._reason(ConnectionError("no instance"), "auto")
     assert not asked
+
+
+def test_what_the_service_says_of_its_agents_reaches_them(tmp_path, monkeypatch) -> None:
+    started: list[AgentOptions] = []
+    monkeypatch.setattr(agent_process, "run_agent", lambda options, _: started.append(options) or 0)
+    for name in ("fork", "setsid", "closerange"):
+        monkeypatch.setattr(agent_process.os, name, lambda *_: 0)
+    given = {"notice_file": tmp_path / "leaving", "slots": 3, "node_id": "a", "slot_lock_dir": tmp_path / "locks"}
+    agent = settings(tmp_path, **given).agent
+    monkeypatch.setattr(agent_process.sys, "stdin", io.TextIOWrapper(io.BytesIO(agent.model_dump_json().encode())))
+    assert agent_process.main([str(tmp_path), "10.0.0.2"]) == 0
+    (options,) = started
+    assert {name: getattr(options, name) for name in given} == given
+    assert (options.shared_dir, options.listen) == (str(tmp_path / "s"), "10.0.0.2:0")
+
+
+def test_the_settings_of_agents_are_the_services(tmp_path, monkeypatch) -> None:
+    opened: list[ClientSettings] = []
+    monkeypatch.setattr(ray_engine, "open_ray_engine", lambda _, client, **__: opened.append(client))
+    given = {"node_notice_file": tmp_path / "leaving", "node_folder": tmp_path / "f", "node_port": 7}
+    shared = "s3://bucket/folder"
+    open_engine(ServiceSettings(state_dir=tmp_path, engine="ray", shared_dir=shared, node_token="t", **given))
+    agent = opened[0].agent
+    assert (agent.notice_file, agent.folder, agent.port, agent.shared_dir) == (*given.values(), shared)

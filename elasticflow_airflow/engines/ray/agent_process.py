@@ -33,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         slots=settings.slots,
         slot_lock_dir=settings.slot_lock_dir,
         warm_imports=settings.warm_imports,
+        notice_file=settings.notice_file,
         own_cpus=True,
         ends_with=ProcessId(int(owner[0]), int(owner[1]), boot_id()) if owner else None,
         fingerprint=settings.fingerprint + (f" {owner[0]}" if owner else ""),

@@ -31,6 +31,8 @@ class AgentSettings(_Message):
     """The nodes are ours alone: an agent and its workers outlive their actor."""
     warm_imports: tuple[str, ...] | None = None
     slot_lock_dir: Path | None = None
+    notice_file: Path | None = None
+    """Announces that the machine goes away (see ``elasticflow node --help``)."""
     owner: str = ""
     """The service that asks, for people: its host and folder."""
     node_id: str = ""
