@@ -35,7 +35,7 @@ from elasticflow_airflow.scheduler_core.model.values import Slot
 
 TWO = (Slot("node0", 0), Slot("node0", 1))
 FOUR = (*TWO, Slot("node1", 0), Slot("node1", 1))
-LIMIT_S = 900.0
+LIMIT_S = 300.0
 STEPS = 14
 """So many steps are made before and after each change."""
 SEND = """
@@ -111,16 +111,15 @@ def restart(base: Path, model: str) -> dict[str, float]:
     before: list[tuple[int, int, float]] = []
     try:
         for index in range(2):
-            machines.run(index, ["sleep", "infinity"], env)
+            ready = machines.run(index, ["sh", "-c", "echo ready; sleep infinity"], env).stdout
+            assert ready is not None
+            ready.readline()
         for number, nodes in enumerate((1, 2, 1)):
-            rendezvous = [
-                *(f"--nnodes={nodes}", "--nproc-per-node=2", f"--rdzv-id=r{number}", "--rdzv-backend=c10d"),
-                f"--rdzv-endpoint={machines.addresses[0]}:{29500 + number}",
-            ]
+            where = [f"--master-addr={machines.addresses[0]}", f"--master-port={29500 + number}"]
             logs = [base / f"torchrun-{number}-{index}.log" for index in range(nodes)]
             for index, log in enumerate(logs):
-                command = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
-                command += [f"--local-addr={machines.addresses[index]}", str(script)]
+                command = [sys.executable, "-m", "torch.distributed.run", *where, f"--nnodes={nodes}"]
+                command += ["--nproc-per-node=2", f"--node-rank={index}", str(script)]
                 machines.run_beside(index, ["bash", "-c", f'exec "$@" > {log} 2>&1', "bash", *command], env)
             until(lambda: len(done(logs)) >= 2 * nodes * (STEPS + 2), f"torchrun makes steps on {nodes}")  # noqa: B023
             now = done(logs)
