@@ -152,12 +152,7 @@ def test_the_table_of_the_benchmark_is_what_was_measured() -> None:
     others_best = expected["the best of the others"]
     assert "with all speeds known no other policy here meets more" in page.replace("\n", " ")
     assert all(exact["elasticflow"][trace] >= int(others_best[trace]) for trace in traces)
-    losses = {trace for trace in traces if served["elasticflow"][trace] < int(others_best[trace])}
-    assert losses == {"cluster01"}
-    (told,) = re.findall(r"^On cluster01 .*?\n\n", page, re.MULTILINE | re.DOTALL)
-    assert {f"{served['elasticflow']['cluster01']:,}", f"{int(others_best['cluster01']):,}"} <= set(
-        NUMBER.findall(told)
-    )
+    assert all(served["elasticflow"][trace] >= int(others_best[trace]) for trace in traces), "it loses: say where"
 
 
 def test_nobody_who_was_promised_was_late_as_the_benchmark_says() -> None:
