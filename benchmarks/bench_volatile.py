@@ -34,7 +34,7 @@ from support.node_agents import TOKEN, start_agent
 from support.served import Served
 
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
-from elasticflow_airflow.client import ElasticFlowClient, JobNotFound, snapshot_script
+from elasticflow_airflow.client import ElasticFlowClient, snapshot_script
 
 NODES = 4
 EVENTS_AN_HOUR = 4.0
@@ -171,8 +171,6 @@ def play(
                 else:
                     machines.heal(node)
                     start(node)
-                    while notice and not undone(client, f"node{node}"):
-                        time.sleep(0.2)
             time.sleep(max(0.0, began_s + length_s - time.time()))
             lines = [line.split() for line in (base / "history").read_text().splitlines()]
             status = client.status(job_id)
@@ -184,15 +182,6 @@ def play(
         service.stop()
         machines.close()
     return judged([(int(s), int(w), float(t)) for s, w, t in lines if float(t) >= began_s])
-
-
-def undone(client: ElasticFlowClient, node_id: str) -> bool:
-    """Say that a machine stays; False while the service has not found it again."""
-    try:
-        client.drain(node_id, None)
-    except JobNotFound:
-        return False
-    return True
 
 
 def judged(times: list[tuple[int, int, float]]) -> tuple[float, int, float]:
