@@ -17,7 +17,14 @@ TOO_SMALL = (
     Case("cluster10", 4, 8),
     Case("cluster10", 2, 8),
 )
-OURS = ("elasticflow", "elasticflow:wait", "elasticflow:value", "elasticflow:value:wait")
+OURS = (
+    "elasticflow",
+    "elasticflow:wait",
+    "elasticflow:value",
+    "elasticflow:value:wait",
+    "elasticflow:auto",
+    "elasticflow:auto:wait",
+)
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ class Decider:
         self._expiring = False
         """Whether the loop over jobs whose measuring takes too long is running."""
         self._protection: Protection | None = None
-        if self.config.objective is Objective.VALUE:
+        if self.config.objective is not Objective.FIRST_COME:
             self._protection = Protection(
                 self.config.protection_half_lives_s, self.config.protection_reach, self.config.protection_weight
             )
@@ -173,6 +173,8 @@ class Decider:
                 reason=verdict.reason,
                 sizes=_among_sizes(missing),
             )
+        if self.config.objective is Objective.AUTO and self._is_for_lack_of_slots(live, now):
+            self.note_refusal(live, now)
         return before + self._refuse(live, verdict, now)
 
     def _may_still_be_kept(self, live: LiveJob, now: float, deadline_s: float | None = None) -> bool:
@@ -253,6 +255,24 @@ class Decider:
         if footprint is not None:
             self._protection.note(Arrival(now, footprint, max(1.0, deadline - now), live.job.value))
 
+    def _is_for_lack_of_slots(self, live: LiveJob, now: float) -> bool:
+        """Return whether a job that was refused would be so too if it had to be worth no price."""
+        return self._price_asked(now) is None or self.ask(live, now, thorough=False, priced=False).draft is None
+
+    def note_refusal(self, live: LiveJob, now: float) -> None:
+        """Let the protection price know of a job that is refused though it could keep its deadline alone."""
+        deadline = live.job.deadline_s
+        if self._protection is None or deadline is None:
+            return
+        limit_s = deadline - self.config.deadline_margin_s
+        if footprint_of(live.work(self.state.layout, self.config), now, limit_s) is not None:
+            self._protection.short_at_s = now
+
+    def _price_asked(self, now: float) -> Protection | None:
+        """Return the price that a newcomer has to be worth; None: whoever fits is admitted."""
+        always = self.config.objective is Objective.VALUE
+        return self._protection if self._protection is not None and (always or self._protection.is_short(now)) else None
+
     def _behind(self, now: float) -> bool:
         for job in self.state.jobs.values():
             course = job.course
@@ -262,8 +282,8 @@ class Decider:
                     return True
         return False
 
-    def ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> AdmissionVerdict:
-        """Run admission control for a job beside all others; changes no plan."""
+    def ask(self, live: LiveJob, now: float, *, thorough: bool = True, priced: bool = True) -> AdmissionVerdict:
+        """Run admission control for a job beside all others, ``priced`` or as first come; changes no plan."""
         state = self.state
         live.asked_s = now
         jobs = [j for j in state.jobs.values() if j.job_id != live.job_id]
@@ -271,15 +291,23 @@ class Decider:
         limits = [j.job.deadline_s for j in (live, *jobs) if j is live or j.promised]
         last = max((limit for limit in limits if limit is not None), default=now)
         near = [run for run in runs if run.due_s < last]  # later runs cannot collide with the promises up to then
-        verdict = self._verdict(live, jobs, near, now, thorough=thorough)
+        price = self._price_asked(now) if priced else None
+        verdict = self._verdict(live, jobs, near, now, price, thorough=thorough)
         if verdict.draft is None and live.foreseen and near:  # it has priority over runs that have not come yet
-            return self._verdict(live, jobs, (), now, thorough=thorough)
+            return self._verdict(live, jobs, (), now, price, thorough=thorough)
         if verdict.draft is None and len(near) < len(runs):  # but a later deadline that is offered may collide
-            verdict = self._verdict(live, jobs, runs, now, thorough=thorough)
+            verdict = self._verdict(live, jobs, runs, now, price, thorough=thorough)
         return verdict
 
     def _verdict(
-        self, live: LiveJob, jobs: Sequence[LiveJob], runs: Sequence[ExpectedRun], now: float, *, thorough: bool
+        self,
+        live: LiveJob,
+        jobs: Sequence[LiveJob],
+        runs: Sequence[ExpectedRun],
+        now: float,
+        price: Protection | None,
+        *,
+        thorough: bool,
     ) -> AdmissionVerdict:
         layout = self.state.layout
         planner = self.state.planner_over(jobs, now)
@@ -287,7 +315,7 @@ class Decider:
             stand_ins = reserved(runs, layout, self.config, self.state.calendar.policy, now)
             kept = self._lookahead.keeps(planner, stand_ins)
             planner.expected = stand_ins if kept else keepable(planner, stand_ins)
-        return AdmissionControl(planner, live, self._protection, thorough=thorough, lookahead=self._lookahead).decide()
+        return AdmissionControl(planner, live, price, thorough=thorough, lookahead=self._lookahead).decide()
 
     def admit(self, live: LiveJob, verdict: AdmissionVerdict, terms: Terms, now: float) -> list[Decision]:
         """Promise the deadline, and adopt the plan that proves it.
@@ -459,7 +487,7 @@ class Decider:
     def _retry(self, now: float, out: list[Decision]) -> None:
         """Retry admission of waiting jobs: in order of slot-seconds per value, or of arrival if first come."""
         waiting = [job for job in self.state.jobs.values() if job.phase is Phase.WAITING]
-        if self._protection is not None:
+        if self._price_asked(now) is not None:
             waiting.sort(key=lambda job: self._price(job, now))
         for job in waiting:
             thorough = now >= min(job.thorough_s, job.until_s) - TOLERANCE_S

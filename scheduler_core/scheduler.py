@@ -261,14 +261,17 @@ class Scheduler:
             self._state.change_nodes(list(self._state.nodes.values()))
         return out + self._decider.replan(now, Reason("the scheduler was restarted"), retry=True)
 
-    def recall(self, jobs: Iterable[Job]) -> None:
+    def recall(self, jobs: Iterable[tuple[Job, bool]]) -> None:
         """Learn from jobs with deadlines that were submitted and ended before a restart; in order of submission.
 
-        With ``objective="value"``, the capacity kept free for cheaper arrivals is learned from all submissions; live
-        jobs are included by :meth:`restore`.
+        Each is given with whether it was rejected. With ``objective="value"`` or ``"auto"``, the capacity kept free for
+        cheaper arrivals is learned from all submissions; live jobs are included by :meth:`restore`.
         """
-        for job in jobs:
-            self._decider.note_arrival(self._decider.newcomer(job, job.submitted_s), job.submitted_s)
+        for job, was_rejected in jobs:
+            live = self._decider.newcomer(job, job.submitted_s)
+            self._decider.note_arrival(live, job.submitted_s)
+            if was_rejected:
+                self._decider.note_refusal(live, job.submitted_s)
 
     def _submitted(self, job: Job, now: float) -> list[Decision]:
         if job.job_id in self._state.jobs:

@@ -89,7 +89,7 @@ class ServiceSettings(BaseSettings):
 
     policy: str = SCHEDULER_NAME
     """The only allowed value. Kept so that deployments that name the scheduler continue to work."""
-    objective: Literal["first-come", "value"] = "first-come"
+    objective: Literal["first-come", "value", "auto"] = "first-come"
     """Which jobs to admit when not all fit: by arrival, or those worth more than they take from expected arrivals."""
 
     idle_exit_s: float = Field(default=600.0, gt=0)

@@ -15,6 +15,8 @@ class Objective(StrEnum):
     """Admit every job that fits beside the promised jobs, in order of arrival."""
     VALUE = "value"
     """Admit a job if it is worth more than what it takes from expected arrivals (see :mod:`protection_price`)."""
+    AUTO = "auto"
+    """As ``FIRST_COME`` where everybody fits; once a job was refused for lack of slots, as ``VALUE`` for two weeks."""
 
 
 EVEN_ODDS = 0.5
@@ -59,7 +61,7 @@ class SchedulerConfig:
 
     objective: Objective = Objective.FIRST_COME
     protection_weight: float = 1.0
-    """With ``objective="value"``: the fraction of the expected use of cheaper arrivals that is kept free for them."""
+    """With ``"value"`` and ``"auto"``: the fraction of cheaper arrivals' expected use that is kept free for them."""
     protection_half_lives_s: tuple[float, ...] = (3600.0, 4 * 3600.0, 36 * 3600.0)
     """... and the half-lives with which past arrivals are forgotten; the largest of the resulting estimates is used."""
     protection_reach: float = 3.0

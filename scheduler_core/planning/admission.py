@@ -275,8 +275,9 @@ class AdmissionControl:
         if self.priced_out:
             return Reason(
                 "would take slots that jobs which need fewer for the same value are expected to need before "
-                "{deadline:moment} (objective: value)",
+                "{deadline:moment} (objective: {objective})",
                 deadline=deadline,
+                objective=str(self.planner.config.objective),
             )
         costs = Reason(
             "start-up {startup:duration} and tail {tail:duration} included", startup=work.startup_s, tail=work.tail_s

@@ -6,7 +6,9 @@ arrivals until its deadline; a job is cheaper if it needs fewer slot-seconds for
 learned from past arrivals by estimates with several half-lives (1, 4 and 36 hours unless ``protection_half_lives_s``
 is set), none of which looks further ahead than its reach. At each future time the largest estimate is used, because a
 short half-life alone would admit a huge job in a lull (Littlewood's rule, 1972, for jobs instead of passengers; in
-contrast, OASiS, INFOCOM 2018, prices slots by their use alone). Pure; knows only the number of slots.
+contrast, OASiS, INFOCOM 2018, prices slots by their use alone). With ``objective="auto"`` the price begins with the
+first job that is refused for lack of slots, and ends when none has been for as long as arrivals are remembered: where
+everybody fits, it would only refuse jobs for others that never come. Pure; knows only the number of slots.
 """
 
 from __future__ import annotations
@@ -79,6 +81,12 @@ class Protection:
         self.reach = reach
         self.weight = weight
         self.arrivals: list[Arrival] = []
+        self.short_at_s = -math.inf
+        """When a job was last refused for lack of slots."""
+
+    def is_short(self, now: float) -> bool:
+        """Return whether slots have been short within the time for which arrivals are remembered."""
+        return now - self.short_at_s <= FORGOTTEN * max(self.half_lives_s)
 
     def note(self, arrival: Arrival) -> None:
         """Record an arrival, whatever its outcome."""

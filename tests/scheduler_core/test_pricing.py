@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,9 +86,9 @@ def verdict(decisions: list[de.Decision]) -> de.Admit | de.Reject | de.Wait:
     return next(d for d in decisions if isinstance(d, de.Admit | de.Reject | de.Wait))
 
 
-def learn(scheduler: Scheduler, make_job: Callable[..., Job], until_s: float) -> None:
+def learn(scheduler: Scheduler, make_job: Callable[..., Job], until_s: float, since_s: float = 0.0) -> None:
     """Small jobs: one every 250 s, each with one slot for 600 s; all go as they come."""
-    now = 0.0
+    now = since_s
     while now < until_s:
         job = small(make_job, int(now), now)
         assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(job), now)), de.Admit)
@@ -110,6 +111,39 @@ def test_a_monster_is_refused_where_many_small_ones_are_expected(make_job, nodes
     assert isinstance(refused, de.Reject)
     assert "objective: value" in str(refused.reason)
     assert "fewer for the same value" in str(refused.reason)
+
+
+def test_automatically_there_is_a_price_for_as_long_as_slots_are_short(make_job, nodes) -> None:
+    config = SchedulerConfig(objective=Objective.AUTO, protection_half_lives_s=(HOUR,))
+    scheduler = Scheduler(config, nodes(4))
+    learn(scheduler, make_job, 20_000.0)
+
+    def ask(name: str, now: float) -> de.Admit | de.Reject | de.Wait:
+        found = verdict(scheduler.handle(ev.JobSubmitted(replace(monster(make_job, now), job_id=name)), now))
+        if isinstance(found, de.Admit):
+            scheduler.handle(ev.JobFinished(name), now + 1.0)
+        return found
+
+    hopeless = make_job("hopeless", steps=36_000.0, deadline=20_100.0, curve={1: 1.0})
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(hopeless), 20_000.0)), de.Reject)
+    assert isinstance(ask("first", 20_000.0), de.Admit), "nobody was refused for lack of slots"
+
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(monster(make_job, 20_010.0)), 20_010.0)), de.Admit)
+    short_at_s = 20_020.0
+    refused = ask("second", short_at_s)
+    assert isinstance(refused, de.Reject)
+    assert "objective" not in str(refused.reason)
+    scheduler.handle(ev.JobFinished("monster"), 20_030.0)
+
+    since_s = 20_250.0
+    for hours in (1, 4, 7.9):
+        now = short_at_s + hours * HOUR
+        learn(scheduler, make_job, now - 250.0, since_s)
+        since_s = now
+        refused = ask(f"after {hours}", now)
+        assert isinstance(refused, de.Reject)
+        assert "(objective: auto)" in str(refused.reason), "a refusal by price is none for lack of slots"
+    assert isinstance(ask("in the end", short_at_s + 8.1 * HOUR), de.Admit)
 
 
 def test_a_monster_of_enough_value_is_admitted(make_job, nodes) -> None:

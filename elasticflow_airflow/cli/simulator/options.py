@@ -31,6 +31,7 @@ class ObjectiveChoice(StrEnum):
 
     FIRST_COME = "first-come"
     VALUE = "value"
+    AUTO = "auto"
 
 
 class WhenRejected(StrEnum):
@@ -58,7 +59,7 @@ class SettingOptions:
     slots_per_node: Annotated[int, typer.Option("--slots-per-node", min=1, help="Slots (GPUs) of each node.")]
     objective: Annotated[
         ObjectiveChoice,
-        typer.Option("--objective", help="Whom elasticflow admits: who comes first, or by value under a price."),
+        typer.Option("--objective", help="Whom elasticflow admits: who comes first, by value under a price, or auto."),
     ] = ObjectiveChoice.FIRST_COME
     on_reject: Annotated[
         WhenRejected,

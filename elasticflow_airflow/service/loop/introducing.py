@@ -176,19 +176,20 @@ def _what_is_known(submission: JobSubmission, speeds: Mapping[int, float] | None
 
 def recall(context: PassContext, scheduler: Scheduler) -> None:
     """Tell a new scheduler about past jobs: it learns its price from all jobs that were ever submitted."""
-    if scheduler.config.objective is not Objective.VALUE:
+    if scheduler.config.objective is Objective.FIRST_COME:
         return
     since = context.now - FORGOTTEN * max(scheduler.config.protection_half_lives_s)
     scheduler.recall(filter(None, (_past_job(context, row) for row in context.tx.over_since(since))))
 
 
-def _past_job(context: PassContext, row: IncarnationRow) -> Job | None:
-    """Return a job that is over; None if its speed or its length is unknown or cannot be read."""
+def _past_job(context: PassContext, row: IncarnationRow) -> tuple[Job, bool] | None:
+    """Return a job that is over, and whether it was rejected; None if too little is known of it or can be read."""
     with suppress(*UNREADABLE):
         speeds = row.speeds or task_history.speeds_to_plan_with(row.submission.scaling_curve, None)
         if speeds and row.total_steps is not None:
             config, costs = context.settings.scheduler_config(), context.costs_of(row)
-            return job_of_row(row, Past(), config, steps=row.total_steps, speeds=speeds, costs=costs)
+            job = job_of_row(row, Past(), config, steps=row.total_steps, speeds=speeds, costs=costs)
+            return job, row.state == State.REJECTED
     return None
 
 
