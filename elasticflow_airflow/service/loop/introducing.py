@@ -90,13 +90,16 @@ def _newcomers(
     until_s: float,
     asked: list[IncarnationRow],
 ) -> Iterator[Job]:
-    """Yield the jobs to ask the scheduler about, and add their rows to ``asked``; stops when the time is over."""
+    """Yield the jobs to ask the scheduler about, and add their rows to ``asked``.
+
+    Stops when the time is over, but not before the first: however busy the machine, each pass gets on.
+    """
     new = (row for row in context.rows if not row.introduced and not row.terminal)
     context.tx.load_tasks([context.jobs[row.job_id].recurring_key for row in islice(new, _TASKS_AT_ONCE)])
     for row in list(context.rows):
         if row.introduced or row.terminal or row.cancel_reason is not None or row.ending:
             continue
-        if time.monotonic() > until_s:
+        if asked and time.monotonic() > until_s:
             context.more = True  # Jobs decided on get their verdict now; the next pass takes the rest.
             return
         job = None

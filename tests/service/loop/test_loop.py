@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from elasticflow_airflow.api import Length
+from elasticflow_airflow.service.loop import reconcile
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.store.tables import IncarnationRow
 
@@ -637,3 +638,13 @@ def test_the_rows_of_a_pass_go_with_it_and_wait_for_no_garbage_collection(world)
     finally:
         gc.enable()
     assert rows <= 2 * 4, "those of a pass, and of the answer to a question"
+
+
+def test_on_a_machine_that_is_never_quick_enough_each_pass_decides_on_one(world, monkeypatch):
+    """However short the time for new jobs is by the clock, no pass leaves all of them to the next."""
+    monkeypatch.setattr(reconcile, "_CROWD_S", (0.0, 0.0))
+    world.reconciler._crowd_s = 0.0
+    jobs = [world.submit(task=f"t{number}", steps=100, scaling_curve={1: 10.0}) for number in range(3)]
+    for _ in jobs:
+        world.step(1.0)
+    assert all(world.row(job).introduced for job in jobs)
