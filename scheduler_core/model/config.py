@@ -16,7 +16,7 @@ class Objective(StrEnum):
     VALUE = "value"
     """Admit a job if it is worth more than what it takes from expected arrivals (see :mod:`protection_price`)."""
     AUTO = "auto"
-    """As ``FIRST_COME`` where everybody fits; as ``VALUE`` for twelve days after a job was refused for lack of slots."""
+    """As ``FIRST_COME`` where everybody fits; as ``VALUE`` for twelve days after a refusal for lack of slots."""
 
 
 EVEN_ODDS = 0.5
