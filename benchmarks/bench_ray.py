@@ -81,7 +81,7 @@ def main() -> None:
             machines.start_head()
             machines.start_node(0)
             agent = AgentSettings(
-                token=SecretStr(TOKEN), folder=base, namespace="nodes", shared_dir=base / "shared", reserved=True
+                token=SecretStr(TOKEN), folder=base, namespace="nodes", shared_dir=str(base / "shared"), reserved=True
             )
             client = ClientSettings(address=machines.address, slots=None, allow_insecure=False, agent=agent)
             engine = open_ray_engine(base / "state", client)
