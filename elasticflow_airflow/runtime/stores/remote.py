@@ -136,10 +136,7 @@ class RemoteStore:
     @contextmanager
     def fetch(self, name: str) -> Iterator[CandidateInfo]:
         """See Store. The checkpoint is downloaded to the temporary folder of this machine (``TMPDIR``)."""
-        where = f"{self.where}/{name}"
-        raw = self.read(f"{name}/{MANIFEST}")
-        if raw is None:
-            raise CheckpointError(f"checkpoint {where}: {MANIFEST} is missing")
+        where, raw = f"{self.where}/{name}", self._manifest(name)
         _, files = manifest.decode_manifest(raw, Path(where))
         new = tempfile.TemporaryDirectory
         with self._reading(where, lambda: _made(lambda: new(prefix="elasticflow-checkpoint-"))) as temporary:
@@ -148,6 +145,12 @@ class RemoteStore:
             for file, entry in files.items():
                 self._download(f"{name}/{file}", folder / file, entry.size_bytes)
             yield manifest.verify_candidate(folder)
+
+    def _manifest(self, name: str) -> bytes:
+        raw = self.read(f"{name}/{MANIFEST}")
+        if raw is None:
+            raise CheckpointError(f"checkpoint {self.where}/{name}: {MANIFEST} is missing")
+        return raw
 
     def _download(self, name: str, target: Path, size_bytes: int) -> None:
         """Download an object. It is damaged if the object itself is too short, not if only the copy is."""
@@ -178,10 +181,7 @@ class RemoteStore:
 
     def _look_at(self, name: str) -> tuple[CandidateInfo, dict[str, FileEntry]]:
         where = f"{self.where}/{name}"
-        raw = self.read(f"{name}/{MANIFEST}")
-        if raw is None:
-            raise CheckpointError(f"checkpoint {where}: {MANIFEST} is missing")
-        info, files = manifest.decode_manifest(raw, Path(name))
+        info, files = manifest.decode_manifest(self._manifest(name), Path(where))
         for file, entry in files.items():
             path = f"{self._root}/{name}/{file}"
             try:
