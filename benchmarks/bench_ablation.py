@@ -267,7 +267,7 @@ def of_best_effort(group: Group, found: Mapping[Case, Sequence[Sequence[Figures]
     return per_case(found, heads, rows_of)
 
 
-USUAL = SchedulerConfig()
+USUAL = SchedulerConfig(objective=Objective.FIRST_COME)
 PRICED = replace(USUAL, objective=Objective.VALUE)
 FIRST_COME, VALUE = "first come", "value, waiting"
 WAIT, LATE = OnReject.WAIT, OnReject.LATE

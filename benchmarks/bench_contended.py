@@ -20,10 +20,10 @@ TOO_SMALL = (
 OURS = (
     "elasticflow",
     "elasticflow:wait",
+    "elasticflow:first-come",
+    "elasticflow:first-come:wait",
     "elasticflow:value",
     "elasticflow:value:wait",
-    "elasticflow:auto",
-    "elasticflow:auto:wait",
 )
 
 

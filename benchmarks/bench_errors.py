@@ -34,7 +34,7 @@ from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, p
 PROMISED = (*OWN_SIZE[:3], Case("cluster10", 4, 8))
 ALL = (*OWN_SIZE, CLUSTER01, *TOO_SMALL)
 PAUSE_S = 30.0
-OURS = Contender(policy="elasticflow")
+OURS = Contender.parse("elasticflow:first-come")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,8 +173,8 @@ class Decider:
                 reason=verdict.reason,
                 sizes=_among_sizes(missing),
             )
-        if self.config.objective is Objective.AUTO and self._is_for_lack_of_slots(live, now):
-            self.note_refusal(live, now)
+        if self.config.objective is Objective.AUTO and self._could_alone(live, now) and self._lacks_slots(live, now):
+            self._note_shortage(now)
         return before + self._refuse(live, verdict, now)
 
     def _may_still_be_kept(self, live: LiveJob, now: float, deadline_s: float | None = None) -> bool:
@@ -255,18 +255,26 @@ class Decider:
         if footprint is not None:
             self._protection.note(Arrival(now, footprint, max(1.0, deadline - now), live.job.value))
 
-    def _is_for_lack_of_slots(self, live: LiveJob, now: float) -> bool:
+    def _lacks_slots(self, live: LiveJob, now: float) -> bool:
         """Return whether a job that was refused would be so too if it had to be worth no price."""
         return self._price_asked(now) is None or self.ask(live, now, thorough=False, priced=False).draft is None
 
+    def _could_alone(self, live: LiveJob, now: float) -> bool:
+        """Return whether a job could keep its deadline if it had the cluster to itself."""
+        if live.job.deadline_s is None:
+            return False
+        limit_s = live.job.deadline_s - self.config.deadline_margin_s
+        return footprint_of(live.work(self.state.layout, self.config), now, limit_s) is not None
+
     def note_refusal(self, live: LiveJob, now: float) -> None:
-        """Let the protection price know of a job that is refused though it could keep its deadline alone."""
-        deadline = live.job.deadline_s
-        if self._protection is None or deadline is None:
-            return
-        limit_s = deadline - self.config.deadline_margin_s
-        if footprint_of(live.work(self.state.layout, self.config), now, limit_s) is not None:
-            self._protection.short_at_s = now
+        """Let the protection price know of a job that was refused earlier; nothing else is known of that time."""
+        if self._could_alone(live, now):
+            self._note_shortage(now)
+
+    def _note_shortage(self, now: float) -> None:
+        """Let the protection price know that a job was refused for lack of slots."""
+        if self._protection is not None:
+            self._protection.short_at_s = max(self._protection.short_at_s, now)
 
     def _price_asked(self, now: float) -> Protection | None:
         """Return the price that a newcomer has to be worth; None: whoever fits is admitted."""

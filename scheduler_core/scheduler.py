@@ -256,6 +256,8 @@ class Scheduler:
             self._state.jobs[job.job_id] = job
             self._decider.count_from(job)
             self._decider.note_arrival(job, job.job.submitted_s)
+            if job.phase is Phase.WAITING or job.best_effort:
+                self._decider.note_refusal(job, job.job.submitted_s)
         spanning = any(len({slot.node_id for slot in job.placement.slots}) > 1 for job in self._state.jobs.values())
         if spanning:
             self._state.change_nodes(list(self._state.nodes.values()))
@@ -264,13 +266,13 @@ class Scheduler:
     def recall(self, jobs: Iterable[tuple[Job, bool]]) -> None:
         """Learn from jobs with deadlines that were submitted and ended before a restart; in order of submission.
 
-        Each is given with whether it was rejected. With ``objective="value"`` or ``"auto"``, the capacity kept free for
-        cheaper arrivals is learned from all submissions; live jobs are included by :meth:`restore`.
+        Each is given with whether its deadline was refused. With ``objective="value"`` or ``"auto"``, the capacity kept
+        free for cheaper arrivals is learned from all submissions; live jobs are included by :meth:`restore`.
         """
-        for job, was_rejected in jobs:
+        for job, was_refused in jobs:
             live = self._decider.newcomer(job, job.submitted_s)
             self._decider.note_arrival(live, job.submitted_s)
-            if was_rejected:
+            if was_refused:
                 self._decider.note_refusal(live, job.submitted_s)
 
     def _submitted(self, job: Job, now: float) -> list[Decision]:

@@ -62,7 +62,7 @@ def serve(
         None, help="Only elasticflow, the service's one scheduler; others are played by elasticflow simulate."
     ),
     objective: str | None = typer.Option(
-        None, help="Whom to promise when not everybody can be: first-come (default), value, or auto."
+        None, help="Whom to promise when not everybody can be: auto (default), first-come, or value."
     ),
     state_dir: Path | None = StateDir,
 ) -> None:

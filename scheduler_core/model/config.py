@@ -59,7 +59,7 @@ class SchedulerConfig:
     proof_effort: int = 2000
     """... and in other orders at most this number divided by the number of jobs."""
 
-    objective: Objective = Objective.FIRST_COME
+    objective: Objective = Objective.AUTO
     protection_weight: float = 1.0
     """With ``"value"`` and ``"auto"``: the fraction of cheaper arrivals' expected use that is kept free for them."""
     protection_half_lives_s: tuple[float, ...] = (3600.0, 4 * 3600.0, 36 * 3600.0)

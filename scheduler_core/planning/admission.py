@@ -14,6 +14,7 @@ from functools import cached_property
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
+from elasticflow_airflow.scheduler_core.model.config import Objective
 from elasticflow_airflow.scheduler_core.model.explain import is_past
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
@@ -273,11 +274,17 @@ class AdmissionControl:
         now = self.planner.now
         limit = deadline - self.planner.config.deadline_margin_s
         if self.priced_out:
+            objective, short = self.planner.config.objective, Reason("")
+            if objective is Objective.AUTO and self.protection is not None:
+                short = Reason(", as slots were short at {when:moment}", when=self.protection.short_at_s)
             return Reason(
                 "would take slots that jobs which need fewer for the same value are expected to need before "
-                "{deadline:moment} (objective: {objective})",
+                "{deadline:moment} (objective: {objective}{short}); a value well above {value:g}, or the objective "
+                "first-come, would admit it",
                 deadline=deadline,
-                objective=str(self.planner.config.objective),
+                objective=str(objective),
+                short=short,
+                value=self._worth(limit),
             )
         costs = Reason(
             "start-up {startup:duration} and tail {tail:duration} included", startup=work.startup_s, tail=work.tail_s

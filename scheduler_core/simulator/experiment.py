@@ -44,7 +44,7 @@ class Contender:
     """
 
     policy: str
-    objective: Objective = Objective.FIRST_COME
+    objective: Objective = Objective.AUTO
     on_reject: OnReject | None = None
     calendar: bool | None = None
 
@@ -87,7 +87,7 @@ class Contender:
     def label(self) -> str:
         """The shortest text that :meth:`parse` accepts: defaults are left out."""
         parts = [self.policy]
-        if self.objective is not Objective.FIRST_COME:
+        if self.objective is not Objective.AUTO:
             parts.append(str(self.objective))
         if self.on_reject is not None:
             parts.append(str(self.on_reject))
@@ -274,7 +274,7 @@ def config_for(setting: Setting, contender: Contender, base: SchedulerConfig | N
     return replace(base or setting.config, objective=contender.objective)
 
 
-def parse_contenders(texts: Sequence[str], objective: Objective = Objective.FIRST_COME) -> tuple[Contender, ...]:
+def parse_contenders(texts: Sequence[str], objective: Objective = Objective.AUTO) -> tuple[Contender, ...]:
     """Parse contenders, in order and without duplicates; ``all`` stands for one of each policy.
 
     ``objective`` applies to our own policies where none is given.

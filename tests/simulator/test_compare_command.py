@@ -209,10 +209,10 @@ def test_a_folder_that_appears_meanwhile_stops_all_files(tmp_path: Path) -> None
 def test_contenders_are_read_as_they_are_written() -> None:
     for text in ("elasticflow", "elasticflow:value", "elasticflow:value:wait", "edf:wait"):
         assert Contender.parse(text).label == text
-    assert Contender.parse("elasticflow:first-come").label == "elasticflow"
+    assert Contender.parse("elasticflow:auto").label == "elasticflow"
     assert [contender.policy for contender in parse_contenders(["all"])] == list(POLICY_NAMES)
     chosen = parse_contenders(["elasticflow, edf", "elasticflow:first-come"], objective=Objective.VALUE)
-    assert [contender.label for contender in chosen] == ["elasticflow:value", "edf", "elasticflow"]
+    assert [contender.label for contender in chosen] == ["elasticflow:value", "edf", "elasticflow:first-come"]
 
 
 def test_each_contender_waits_or_not_as_it_says(setting: Setting) -> None:

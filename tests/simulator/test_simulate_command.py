@@ -210,7 +210,7 @@ def test_bad_curves_are_refused(curve: str, said: str, inputs: Callable[..., lis
         (["--straggler-named-s", "60"], "--straggler-named-s says nothing without --straggler-every-h"),
         (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read as a CSV file"),
         (["--curves", "nowhere"], "nowhere: is not a folder"),
-        (["--objective", "profit"], "'profit' is not one of 'first-come', 'value'"),
+        (["--objective", "profit"], "'profit' is not one of 'auto', 'first-come', 'value'"),
         (["--nodes", "0"], "should be greater than or equal to 1"),
     ],
 )

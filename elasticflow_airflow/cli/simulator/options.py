@@ -29,9 +29,9 @@ TROUBLES = {
 class ObjectiveChoice(StrEnum):
     """Which jobs to prefer if not all fit."""
 
+    AUTO = "auto"
     FIRST_COME = "first-come"
     VALUE = "value"
-    AUTO = "auto"
 
 
 class WhenRejected(StrEnum):
@@ -60,7 +60,7 @@ class SettingOptions:
     objective: Annotated[
         ObjectiveChoice,
         typer.Option("--objective", help="Whom elasticflow admits: who comes first, by value under a price, or auto."),
-    ] = ObjectiveChoice.FIRST_COME
+    ] = ObjectiveChoice.AUTO
     on_reject: Annotated[
         WhenRejected,
         typer.Option(

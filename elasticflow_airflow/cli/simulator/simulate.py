@@ -42,7 +42,7 @@ def simulate(
         if export is not None:
             require_writable([export], trace=options.trace, curves=options.curves)
         setting = options.setting(troubles)
-        if options.objective != ObjectiveChoice.FIRST_COME and not contender.ours:
+        if options.objective != ObjectiveChoice.AUTO and not contender.ours:
             note(f"note: --objective {options.objective} is elasticflow's; {policy} knows none")
         if options.calendar and not contender.knows_calendar:
             note(f"note: --calendar is elasticflow's; {policy} knows none")

@@ -186,13 +186,13 @@ def recall(context: PassContext, scheduler: Scheduler) -> None:
 
 
 def _past_job(context: PassContext, row: IncarnationRow) -> tuple[Job, bool] | None:
-    """Return a job that is over, and whether it was rejected; None if too little is known of it or can be read."""
+    """Return a job that is over, and whether it was refused; None if too little is known of it or can be read."""
     with suppress(*UNREADABLE):
         speeds = row.speeds or task_history.speeds_to_plan_with(row.submission.scaling_curve, None)
         if speeds and row.total_steps is not None:
             config, costs = context.settings.scheduler_config(), context.costs_of(row)
             job = job_of_row(row, Past(), config, steps=row.total_steps, speeds=speeds, costs=costs)
-            return job, row.state == State.REJECTED
+            return job, row.verdict.decision not in ("undecided", "admitted")
     return None
 
 
