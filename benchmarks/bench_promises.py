@@ -3,9 +3,9 @@
     python benchmarks/bench_promises.py [--traces 195job,...] [--pauses 0,1,2,10,60,120] [--processes N]
         [--write]
 
-*Plain*: first come, and without rescue, as in ElasticFlow's Algorithm 1, with the pauses in it, beside the usual. *Pauses*:
-deadlines met where a start or a change of size takes so many seconds, for each trace on its own cluster and on those
-that are too small, and how many were late though admitted; cluster04 takes too long for it. Data are those of
+*Plain*: first come, and without rescue, as in ElasticFlow's Algorithm 1, with the pauses in it, beside the usual.
+*Pauses*: deadlines met where a start or a change of size takes so many seconds, for each trace on its own cluster and
+on those that are too small, and how many were late though admitted; cluster04 takes too long for it. Data are those of
 bench_policies.py.
 """
 

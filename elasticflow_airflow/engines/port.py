@@ -8,7 +8,7 @@ Adapters may not import Airflow or the store.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -182,6 +182,14 @@ class Engine(Protocol):
 
     def inventory(self) -> tuple[EngineNode, ...]:
         """Return the present nodes, with the slots held by others or by gangs of which this engine has no record."""
+        ...
+
+    def want_nodes(self, count: int, unneeded: Collection[str]) -> None:
+        """Tell whoever provides machines how many there should be, and which of them nobody needs.
+
+        Those are drained (``leaving_at`` of the inventory), then left, and may be removed; asked again without them,
+        they are used again. Ignored where nobody provides machines.
+        """
         ...
 
     def problems(self) -> list[str]:

@@ -26,6 +26,7 @@ from elasticflow_airflow import __version__
 from elasticflow_airflow.api import ServiceCard
 from elasticflow_airflow.api.service_card import LOCK_FILE
 from elasticflow_airflow.engines.port import Engine, EngineError
+from elasticflow_airflow.service.autoscaling import CAPACITY_REST_S, Autoscaling
 from elasticflow_airflow.service.decisions.session_settings import trained_with
 from elasticflow_airflow.service.engine_choice import open_engine
 from elasticflow_airflow.service.http.app import build_app
@@ -35,7 +36,7 @@ from elasticflow_airflow.service.job_files.candidates import CandidateService
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.loop.reconcile import Reconciler
 from elasticflow_airflow.service.notify import Notifier
-from elasticflow_airflow.service.requests.capacity_service import CapacityService
+from elasticflow_airflow.service.requests.capacity_service import CapacityService, CapacityWatch
 from elasticflow_airflow.service.requests.forecasting import ForecastService
 from elasticflow_airflow.service.requests.insight_service import InsightService
 from elasticflow_airflow.service.requests.job_service import JobService
@@ -144,6 +145,9 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         _pass_signals_to(server, told_to_stop)
         log.info("service started", version=__version__, endpoint=where, engine=engine.name, pid=os.getpid())
         follower.start()
+        scaling = _autoscaling(settings, parts, engine)
+        if scaling is not None:
+            scaling.start()
         loop = threading.Thread(target=reconciler.run, name="reconcile", daemon=True)
         loop.start()
         if embedded:
@@ -157,6 +161,8 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         reconciler.stop()
         loop.join(settings.grace_s)
+        if scaling is not None:
+            scaling.close()
         candidates.close()
         follower.close()
         if traces is not None:
@@ -236,6 +242,14 @@ def assemble(
         capacity=CapacityService(forecasts),
     )
     return parts, reconciler, candidates
+
+
+def _autoscaling(settings: ServiceSettings, parts: ServiceParts, engine: Engine) -> Autoscaling | None:
+    hours = settings.ray_autoscale_hours
+    if hours is None or parts.capacity is None:
+        return None
+    watch = CapacityWatch(parts.capacity, hours=hours, rest_s=CAPACITY_REST_S)
+    return Autoscaling(lambda: watch.look(0.0), parts.nodes, engine.want_nodes, unneeded_s=settings.ray_unneeded_s)
 
 
 class _OrderlyServer(uvicorn.Server):

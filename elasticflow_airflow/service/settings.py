@@ -73,6 +73,10 @@ class ServiceSettings(BaseSettings):
     ray_reserved: bool = False
     """The machines of the Ray cluster are ours alone: workers go on when Ray dies there. Otherwise they end at once,
     since Ray gives their GPUs to others."""
+    ray_autoscale_hours: float | None = Field(default=None, gt=0, le=1000)
+    """Ray's autoscaler is told how many nodes are wanted, and gets those back that nobody will need for so long ..."""
+    ray_unneeded_s: float = Field(default=300.0, gt=0)
+    """... nor has needed for so long."""
     ray_allow_insecure: bool = False
     """Use a Ray cluster that lets everybody in who reaches it."""
     suspicion_s: float = Field(default=5.0, ge=2.0)

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from elasticflow_airflow.engines.cluster.agent_server import AgentOptions
 from elasticflow_airflow.engines.port import EngineError
 from elasticflow_airflow.engines.ray import agent_process, node_actor, ray_directory, ray_engine
-from elasticflow_airflow.engines.ray.messages import AgentSettings, ClientSettings, ClusterView
+from elasticflow_airflow.engines.ray.messages import AgentSettings, ClientSettings, ClusterView, WantedNodes
 from elasticflow_airflow.engines.ray.node_actor import NodeActor
 from elasticflow_airflow.engines.ray.ray_directory import RayDirectory
 from elasticflow_airflow.service.engine_choice import open_engine
@@ -73,6 +73,29 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.02)
+
+
+def test_what_is_wanted_is_said_to_each_client(tmp_path, say, follow) -> None:
+    heard = tmp_path / "heard"
+    say(
+        view(nodes={"n0": "http://a"}),
+        then=f"while read line; do echo $line >>{heard}; [ -e {tmp_path}/die ] && exit; done",
+    )
+    directory, _ = follow()
+    directory.wait(20.0)
+    first, second = WantedNodes(count=3), WantedNodes(count=2, released=frozenset({"n1"}))
+
+    def words() -> list[WantedNodes]:
+        lines = heard.read_text().splitlines() if heard.exists() else []
+        return [WantedNodes.model_validate_json(line) for line in lines]
+
+    for one in (first, first):
+        directory.want(one)
+    wait_until(lambda: words() == [first])
+    (tmp_path / "die").touch()
+    directory.want(second)
+    wait_until(lambda: len(words()) >= 3)  # The next client hears it, too.
+    assert words()[:3] == [first, second, second]
 
 
 def test_the_last_addresses_are_known_to_a_service_that_starts_while_ray_is_away(tmp_path, say, follow) -> None:

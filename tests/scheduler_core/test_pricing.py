@@ -142,7 +142,9 @@ def test_automatically_there_is_a_price_for_as_long_as_slots_are_short(make_job,
         since_s = now
         refused = ask(f"after {hours}", now)
         assert isinstance(refused, de.Reject)
-        assert "(objective: auto, as slots were short at " in str(refused.reason), "a refusal by price is none for lack of slots"
+        assert "(objective: auto, as slots were short at " in str(refused.reason), (
+            "a refusal by price is none for lack of slots"
+        )
     assert isinstance(ask("in the end", short_at_s + 8.1 * HOUR), de.Admit)
 
 

@@ -91,6 +91,11 @@ class Machines:
             stderr=subprocess.DEVNULL,
         ).wait()
 
+    @property
+    def running(self) -> list[int]:
+        """The machines that have power."""
+        return list(self._inits)
+
     def processes(self, index: int) -> Iterator[psutil.Process]:
         """Yield the processes on a machine."""
         yield from self._in_network(f"/run/netns/{self._space(index)}")

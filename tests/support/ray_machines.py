@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -10,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -53,8 +55,8 @@ class RayMachines(Machines):
         """Of the server for those that are not part of the cluster."""
         self.head: subprocess.Popen[bytes] | None = None
 
-    def start_head(self) -> None:
-        """Start the head, at the same address each time."""
+    def start_head(self, autoscaling: Mapping[str, Any] | None = None) -> None:
+        """Start the head, at the same address each time. ``autoscaling``: the configuration of Ray's autoscaler."""
         port = self.address.rpartition(":")[2]
         words = [
             "--head",
@@ -64,6 +66,10 @@ class RayMachines(Machines):
             f"--node-ip-address={self.outside}",
             "--node-name=head",
         ]
+        if autoscaling is not None:
+            config = self._folder / "autoscaling.json"
+            config.write_text(json.dumps(autoscaling))
+            words.append(f"--autoscaling-config={config}")
         (self._folder / "r" / "ray_current_cluster").unlink(missing_ok=True)
         with (self._folder / "head.log").open("wb") as log:
             self.head = subprocess.Popen(
@@ -122,7 +128,10 @@ class RayMachines(Machines):
             self.head.wait()
 
     def _env(self) -> dict[str, str]:
-        return {**os.environ, **self.ray_env, "CUDA_VISIBLE_DEVICES": ""}
+        # The provider of machines is among the tests.
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        own = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        return {**os.environ, **self.ray_env, **own}
 
     def close(self) -> None:
         """Kill everything."""

@@ -179,6 +179,14 @@ class ClusterNodes:
                 found.append(replace(offered, busy={**offered.busy, **given_up}, leaving_at=link.leaving_at))
         return tuple(found)
 
+    def is_empty(self, node_id: str) -> bool:
+        """Return whether nobody holds a slot of a node that answers."""
+        links = [link for link in self._present() if node_id in link.node_ids]
+        return all(holder is None for link in links for holder in link.holders.get(node_id, ())) and bool(links)
+
+    def want_nodes(self, count: int, unneeded: Collection[str]) -> None:
+        """Do nothing: nobody provides machines."""
+
     def check_slots(self, wanted: Iterable[Slot]) -> None:
         """Raise SlotsHeldError when any of the slots is held, or its node does not answer."""
         held = {}
@@ -317,6 +325,13 @@ class ClusterNodes:
     def _forget_those_gone(self) -> None:
         """Forget nodes that nobody names any more, and whose workers have ended by their lease."""
         gone = {link for link in self._suspected if link.key not in self._addresses and link.silent_s > _KEPT_S}
+        self._forget(gone)
+
+    def forget(self, node_ids: Collection[str]) -> None:
+        """Forget nodes on which nothing of ours is left."""
+        self._forget({link for link in self._links if link.node_ids and set(link.node_ids) <= set(node_ids)})
+
+    def _forget(self, gone: set[NodeLink]) -> None:
         if gone:
             logger.info("forgotten: %s", ", ".join(self._names(link) for link in gone))
             self._links = [link for link in self._links if link not in gone]

@@ -185,6 +185,9 @@ class FakeEngine:
         self._call("inventory", "", "after")
         return nodes
 
+    def want_nodes(self, count: int, unneeded: Collection[str]) -> None:
+        """Do nothing: nobody provides machines."""
+
     def problems(self) -> list[str]:
         """Return nothing: its nodes are always usable."""
         return []

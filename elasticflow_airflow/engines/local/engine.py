@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,6 +86,11 @@ class TorchrunEngine:
         """Return the present nodes; slots held by supervisors that are not on record here are busy."""
         with self._lock:
             return self._machines.inventory(self._has_gang)
+
+    def want_nodes(self, count: int, unneeded: Collection[str]) -> None:
+        """Tell whoever provides machines what is wanted."""
+        with self._lock:
+            self._machines.want_nodes(count, unneeded)
 
     def problems(self) -> list[str]:
         """Return why machines cannot be used."""

@@ -7,7 +7,7 @@ is asked through :class:`Machines`. For one machine :class:`~.node_manager.NodeM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +47,10 @@ class Machines(Protocol):
 
     def inventory(self, has_gang: Callable[[str], bool]) -> tuple[EngineNode, ...]:
         """Return the nodes that are present. ``has_gang`` tells whether a gang of a job is on record here."""
+        ...
+
+    def want_nodes(self, count: int, unneeded: Collection[str]) -> None:
+        """See the port."""
         ...
 
     def problems(self) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,9 @@ class NodeManager:
     def clock_offset_s(self, node_id: str) -> float:  # noqa: ARG002
         """Return 0: there is one clock."""
         return 0.0
+
+    def want_nodes(self, count: int, unneeded: Collection[str]) -> None:
+        """Do nothing: this machine is there."""
 
     def inventory(self, has_gang: Callable[[str], bool]) -> tuple[EngineNode, ...]:
         """See :func:`look_at_nodes`."""

@@ -62,6 +62,15 @@ class ClientSettings(_Message):
     agent: AgentSettings
 
 
+class WantedNodes(_Message):
+    """What Ray's autoscaler is to be told. One line of JSON on the client's standard input whenever it changes."""
+
+    count: int = Field(ge=0)
+    """Nodes that there should be, each with all the slots that we use on one."""
+    released: frozenset[str] = frozenset()
+    """By name, nodes that are not used any more, so that they are idle in Ray."""
+
+
 class ClusterView(_Message):
     """What the Ray client sees. One line of JSON on its standard output whenever it changes."""
 

@@ -1,20 +1,23 @@
 """``python -m …ray_client``: connects to a Ray cluster, keeps an actor on each node, and tells where the agents are.
 
-A process of its own, since Ray may end a process whose head is gone. Its settings are one line on standard input; it
-leaves when that is closed. Views (``ClusterView``) go to standard output, one line each; Ray's words to standard error.
+A process of its own, since Ray may end a process whose head is gone. The first line of its standard input has its
+settings, each other what Ray's autoscaler is to be told (``WantedNodes``); it leaves when that is closed. Views
+(``ClusterView``) go to standard output, one line each; Ray's words to standard error.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +25,11 @@ import ray
 import ray.exceptions
 from ray._private.state import GlobalState
 from ray._raylet import GcsClient, GcsClientOptions  # type: ignore[attr-defined]
+from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.engines.ray.messages import ClientSettings, ClusterView
+from elasticflow_airflow.engines.ray.messages import ClientSettings, ClusterView, WantedNodes
 from elasticflow_airflow.engines.ray.node_actor import START_LIMIT_S, NodeActor
 
 LOOK_S = 1.0
@@ -63,6 +67,10 @@ class RayClient:
         self._nodes: dict[str, _Node] = {}
         """By Ray's id."""
         self._heard: dict[str, float] = {}
+        self.wanted: WantedNodes | None = None
+        """None: the autoscaler is told nothing."""
+        self._told: list[dict[str, int]] | None = None
+        """What the autoscaler was asked for last: the resources of each node."""
         # Ray tells of draining nodes nowhere else; through its client server (ray://) it tells nothing of its state.
         self._state = GlobalState()  # type: ignore[no-untyped-call]
         self._state._initialize_global_state(
@@ -74,7 +82,10 @@ class RayClient:
     def look(self) -> ClusterView:
         """Return what is there now. Raises what Ray raises when the cluster cannot be asked."""
         alive = {str(node["NodeID"]): node for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-        problems = self._choose(alive)
+        wanted = self.wanted
+        problems = self._choose(alive, frozenset() if wanted is None else wanted.released)
+        if wanted is not None:
+            self._tell_autoscaler(wanted)
         for ray_id, node in self._nodes.items():
             self._ask(ray_id, node)
         if not self._nodes and not problems:
@@ -93,10 +104,30 @@ class RayClient:
         self._heard = {ray_id: self._heard.get(ray_id, at / 1000) for ray_id, at in at_ms.items()}
         return self._heard
 
-    def _choose(self, alive: dict[str, dict[str, Any]]) -> list[str]:
+    def _tell_autoscaler(self, wanted: WantedNodes) -> None:
+        """Have Ray's autoscaler keep as many nodes, like those of which there are most."""
+        shapes = Counter((node.has_gpus, node.slots) for node in self._nodes.values())
+        if not shapes:
+            return
+        ((has_gpus, slots), _), *_ = shapes.most_common(1)
+        asked = [{"GPU" if has_gpus else "CPU": slots}] * wanted.count
+        if self._told != asked:
+            request_resources(bundles=asked)
+            self._told = asked
+
+    def _release(self, ray_id: str) -> None:
+        """End the actor of a node, which holds all that makes the node busy in Ray."""
+        with suppress(ValueError):  # There is none any more.
+            ray.kill(ray.get_actor(_actor_name(ray_id), self._settings.agent.namespace))
+        self._nodes.pop(ray_id, None)
+
+    def _choose(self, alive: dict[str, dict[str, Any]], released: frozenset[str]) -> list[str]:
         """Note which nodes are ours to use; return why others are not."""
         for ray_id in self._nodes.keys() - alive.keys():
             del self._nodes[ray_id]
+        for ray_id in [ray_id for ray_id, node in alive.items() if _name_of(node) in released]:
+            self._release(ray_id)
+            del alive[ray_id]
         problems = []
         has_gpus = any(node["Resources"].get("GPU", 0) >= 1 for node in alive.values())
         by_name = defaultdict(list)
@@ -148,7 +179,7 @@ class RayClient:
         return (
             ray.remote(NodeActor)
             .options(
-                name=f"elasticflow-node-{ray_id}",
+                name=_actor_name(ray_id),
                 namespace=self._settings.agent.namespace,
                 lifetime="detached",
                 get_if_exists=True,
@@ -191,6 +222,10 @@ class RayClient:
         node.actor = node.asked = None
         node.problem = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
         node.again_s = time.monotonic() + (_AGAIN_S if node.url is None else LOOK_S)
+
+
+def _actor_name(ray_id: str) -> str:
+    return f"elasticflow-node-{ray_id}"
 
 
 def _name_of(node: dict[str, Any]) -> str:
@@ -269,7 +304,8 @@ def main() -> int:
     settings = ClientSettings.model_validate_json(sys.stdin.buffer.readline())
     views = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # Ray prints what it likes.
-    threading.Thread(target=_end_with_service, name="service", daemon=True).start()
+    words = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_listen, args=(words,), name="service", daemon=True).start()
 
     def tell(view: ClusterView) -> None:
         views.write(view.model_dump_json() + "\n")
@@ -285,6 +321,8 @@ def main() -> int:
         return 1
     client, last = RayClient(settings), None
     while True:
+        while not words.empty():
+            client.wanted = WantedNodes.model_validate_json(words.get())
         view = client.look()
         if view != last:
             tell(view)
@@ -292,9 +330,10 @@ def main() -> int:
         time.sleep(LOOK_S)
 
 
-def _end_with_service() -> None:
-    while sys.stdin.buffer.read(1 << 16):
-        pass
+def _listen(words: queue.SimpleQueue[bytes]) -> None:
+    """Take what the service says, and end with it."""
+    for line in sys.stdin.buffer:
+        words.put(line)
     os._exit(0)
 
 

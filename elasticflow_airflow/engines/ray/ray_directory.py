@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from elasticflow_airflow.engines.ray.messages import ClientSettings, ClusterView
+from elasticflow_airflow.engines.ray.messages import ClientSettings, ClusterView, WantedNodes
 from elasticflow_airflow.runtime.protocol import write_atomic
 
 _AGAIN_S, _LONGEST_AGAIN_S = 1.0, 10.0
@@ -37,6 +37,7 @@ class RayDirectory:
         self._settings, self._moved = settings, moved
         self._log, self._known = state_dir / "ray-client.log", state_dir / "ray-nodes.json"
         self._client: subprocess.Popen[bytes] | None = None
+        self._wanted: WantedNodes | None = None
         self._lock = threading.Lock()
         self._stop, self._has_answered = threading.Event(), threading.Event()
         self.view = self._from_before()
@@ -59,6 +60,20 @@ class RayDirectory:
     def problems(self) -> list[str]:
         """Why the cluster, or nodes of it, cannot be used."""
         return self.view.problems
+
+    def want(self, wanted: WantedNodes) -> None:
+        """Have Ray's autoscaler told; repeated to each new client."""
+        with self._lock:
+            if wanted != self._wanted:
+                self._wanted = wanted
+                self._say(wanted)
+
+    def _say(self, what: ClientSettings | WantedNodes) -> None:
+        """Write a line to the client, if there is one; the next one hears of it again. With the lock held."""
+        if self._client is not None and self._client.stdin is not None:
+            with suppress(BrokenPipeError, ValueError):
+                self._client.stdin.write(what.model_dump_json().encode() + b"\n")
+                self._client.stdin.flush()
 
     def close(self) -> None:
         """End the client; actors, agents and workers go on."""
@@ -103,16 +118,14 @@ class RayDirectory:
                 stderr=log,
                 start_new_session=True,
             )
-        with self._lock:
-            self._client = client
         assert client.stdin is not None
         assert client.stdout is not None
         with client:
-            try:
-                client.stdin.write(self._settings.model_dump_json().encode() + b"\n")
-                client.stdin.flush()
-            except (BrokenPipeError, ValueError):
-                return
+            with self._lock:
+                self._client = client
+                self._say(self._settings)
+                if self._wanted is not None:
+                    self._say(self._wanted)
             if self._stop.is_set():
                 client.stdin.close()
             for line in client.stdout:

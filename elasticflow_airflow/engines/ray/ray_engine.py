@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage
 from elasticflow_airflow.engines.local.engine import TorchrunEngine
 from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.port import EngineError, EngineNode
-from elasticflow_airflow.engines.ray.messages import ClientSettings
+from elasticflow_airflow.engines.ray.messages import ClientSettings, WantedNodes
 from elasticflow_airflow.engines.ray.ray_directory import RayDirectory
+
+_DRAINED_S = 10.0
+"""So long after nothing more is planned on a node, nothing is being started there either."""
 
 
 def open_ray_engine(
@@ -48,7 +52,12 @@ class RayNodes(ClusterNodes):
     ) -> None:
         token = client.agent.token.get_secret_value()
         super().__init__(state_dir, storage, token, suspicion_s=suspicion_s)
-        self._directory = RayDirectory(client, state_dir, self.set_addresses)
+        self._unneeded_since: dict[str, float] = {}
+        self._released: frozenset[str] = frozenset()
+        self._directory = RayDirectory(client, state_dir, self._moved)
+
+    def _moved(self, addresses: Mapping[str, str]) -> None:
+        self.set_addresses({node: url for node, url in addresses.items() if node not in self._released})
 
     def wait_for_nodes(self, limit_s: float) -> None:
         """Wait until the agent of a node has answered. Raises EngineError that says why when none has."""
@@ -57,10 +66,26 @@ class RayNodes(ClusterNodes):
 
     def inventory(self, has_gang: Callable[[str], bool]) -> tuple[EngineNode, ...]:
         """Return the nodes that answer, and when they go away, by a notice on the machine or as Ray says."""
-        draining = self._directory.draining
+        ends = {**self._unneeded_since, **self._directory.draining}
         return tuple(
-            replace(node, leaving_at=node.leaves_at(draining.get(node.node_id))) for node in super().inventory(has_gang)
+            replace(node, leaving_at=node.leaves_at(ends.get(node.node_id))) for node in super().inventory(has_gang)
         )
+
+    def want_nodes(self, count: int, unneeded: Collection[str]) -> None:
+        """Have Ray's autoscaler keep ``count`` nodes. Those not needed are drained, and released once they are empty.
+
+        Released ones are used again when they are needed again before Ray has removed them.
+        """
+        now = time.time()
+        self._unneeded_since = {node: self._unneeded_since.get(node, now) for node in unneeded}
+        empty = {
+            node
+            for node, since in self._unneeded_since.items()
+            if now - since > _DRAINED_S and self.is_empty(node) and node not in self._released
+        }
+        self._released = self._released.intersection(unneeded) | empty
+        self.forget(empty)
+        self._directory.want(WantedNodes(count=count, released=self._released))
 
     def problems(self) -> list[str]:
         """Return why nodes, or the cluster, cannot be used."""

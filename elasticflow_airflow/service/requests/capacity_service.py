@@ -125,10 +125,17 @@ def _want(one: Want, identities: Mapping[str, JobIdentity]) -> CapacityWant:
 
 
 class CapacityWatch:
-    """Caches the last answer for the gauges; new ones are computed in a background thread. Thread-safe."""
+    """Caches the last answer; new ones are computed in a background thread. Thread-safe."""
 
-    def __init__(self, service: CapacityService, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._service, self._monotonic = service, monotonic
+    def __init__(
+        self,
+        service: CapacityService,
+        monotonic: Callable[[], float] = time.monotonic,
+        *,
+        hours: float = GAUGES_HOURS,
+        rest_s: float = _REST_S,
+    ) -> None:
+        self._service, self._monotonic, self._hours, self._rest_s = service, monotonic, hours, rest_s
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._answer: CapacityAnswer | None = None
@@ -151,9 +158,9 @@ class CapacityWatch:
         return known
 
     def _work(self) -> None:
-        began, answer, rest_s = self._monotonic(), None, _REST_S
+        began, answer, rest_s = self._monotonic(), None, self._rest_s
         try:
-            answer = self._service.capacity(GAUGES_HOURS)
+            answer = self._service.capacity(self._hours)
         except Refusal:  # the scheduler does not exist yet
             rest_s = 0.0
         except Exception:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from support.machines import need_namespaces
 from support.node_agents import TOKEN
 from support.ray_machines import RayMachines
+from support.ray_provider import FileProvider
 from support.trial import Trial, trial_parts
 
 pytest.importorskip("ray", reason="needs Ray: pip install elasticflow-airflow[ray]")
@@ -35,7 +38,8 @@ class RayTrial(Trial):
 
 
 @pytest.fixture
-def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayTrial]:
+def empty(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayTrial]:
+    """No head and no node yet."""
     need_namespaces()
     parts = trial_parts(daemons, open_client, tmp_path, monkeypatch)
     base = daemons.state_dir("state").parent
@@ -53,13 +57,18 @@ def trial(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "suspicion_s": 10,
     }
     try:
-        machines.start_head()
-        for index in range(2):
-            machines.start_node(index)
         yield trial
     finally:
         machines.close()
     trial.end()
+
+
+@pytest.fixture
+def trial(empty: RayTrial) -> RayTrial:
+    empty.machines.start_head()
+    for index in range(2):
+        empty.machines.start_node(index)
+    return empty
 
 
 def test_a_job_over_two_machines_keeps_its_deadline_though_one_loses_its_power(trial: RayTrial) -> None:
@@ -183,3 +192,52 @@ def test_what_cannot_be_used_is_said(trial: RayTrial, daemons, monkeypatch: pyte
         lambda: any("2 nodes of Ray are named node1" in said for said in trial.client.health().problems), "named"
     )
     trial.wait(lambda: trial.nodes() == {"node0", "node1"}, "one of them is used")
+
+
+@contextmanager
+def provided(machines: RayMachines, folder: Path) -> Iterator[None]:
+    """Start and end machines as ``FileProvider`` says."""
+    done = threading.Event()
+
+    def follow() -> None:
+        while not done.wait(0.2):
+            there = {int(path.stem) for path in folder.glob("*.json")}
+            for index in there - set(machines.running):
+                machines.heal(index)
+                machines.start_node(index)
+            for index in set(machines.running) - there:
+                machines.cut_power(index)
+
+    following = threading.Thread(target=follow)
+    following.start()
+    try:
+        yield
+    finally:
+        done.set()
+        following.join()
+
+
+@pytest.mark.soak
+def test_rays_autoscaler_adds_nodes_that_are_wanted_and_removes_those_that_nobody_needs(empty: RayTrial) -> None:
+    trial, machines = empty, empty.machines
+    folder = trial.state_dir.parent / "provided"
+    folder.mkdir()
+    trial.settings |= {"ray_autoscale_hours": 1, "ray_unneeded_s": 15}
+    machines.start_head(FileProvider.config(folder, machines.outside, machines.addresses, least=1))
+    with provided(machines, folder):
+        trial.wait(lambda: (folder / "0.json").exists(), "Ray wants its first node")
+        trial.start()
+        long = trial.submit("long", 60, scaling_curve={1: 6.0}, max_workers=1)
+        trial.trains_on(long)
+        short = trial.submit("short", 4, scaling_curve={1: 6.0}, max_workers=1)
+        trial.wait(lambda: trial.nodes() == {"node0", "node1"}, "another node comes")
+        trial.ends(short, 4)
+        assert {node_id for node_id, _ in trial.client.status(long).slots} == {"node0"}
+        trial.wait(lambda: not (folder / "1.json").exists(), "Ray removes it")
+        trial.trains_on(long)
+        assert (trial.nodes(), trial.client.health().problems) == ({"node0"}, [])
+        again = trial.submit("again", 4, scaling_curve={1: 6.0}, max_workers=1)
+        trial.ends(again, 4)
+        assert not trial.client.status(long).state.terminal, "too short for this"
+        trial.ends(long, 60)
+    assert not trial.events(long, "worker_lost"), trial.story()
