@@ -173,8 +173,8 @@ class Decider:
                 reason=verdict.reason,
                 sizes=_among_sizes(missing),
             )
-        if self.config.objective is Objective.AUTO and self._could_alone(live, now) and self._lacks_slots(live, now):
-            self._note_shortage(now)
+        if not verdict.priced_out:
+            self.note_refusal(live, now)
         return before + self._refuse(live, verdict, now)
 
     def _may_still_be_kept(self, live: LiveJob, now: float, deadline_s: float | None = None) -> bool:
@@ -255,31 +255,14 @@ class Decider:
         if footprint is not None:
             self._protection.note(Arrival(now, footprint, max(1.0, deadline - now), live.job.value))
 
-    def _lacks_slots(self, live: LiveJob, now: float) -> bool:
-        """Return whether a job that was refused would be so too if it had to be worth no price."""
-        return self._price_asked(now) is None or self.ask(live, now, thorough=False, priced=False).draft is None
-
-    def _could_alone(self, live: LiveJob, now: float) -> bool:
-        """Return whether a job could keep its deadline if it had the cluster to itself."""
-        if live.job.deadline_s is None:
-            return False
-        limit_s = live.job.deadline_s - self.config.deadline_margin_s
-        return footprint_of(live.work(self.state.layout, self.config), now, limit_s) is not None
-
     def note_refusal(self, live: LiveJob, now: float) -> None:
-        """Let the protection price know of a job that was refused earlier; nothing else is known of that time."""
-        if self._could_alone(live, now):
-            self._note_shortage(now)
-
-    def _note_shortage(self, now: float) -> None:
-        """Let the protection price know that a job was refused for lack of slots."""
-        if self._protection is not None:
+        """Let the protection price know of a job that was refused though it could keep its deadline alone."""
+        deadline = live.job.deadline_s
+        if self._protection is None or deadline is None:
+            return
+        limit_s = deadline - self.config.deadline_margin_s
+        if footprint_of(live.work(self.state.layout, self.config), now, limit_s) is not None:
             self._protection.short_at_s = max(self._protection.short_at_s, now)
-
-    def _price_asked(self, now: float) -> Protection | None:
-        """Return the price that a newcomer has to be worth; None: whoever fits is admitted."""
-        always = self.config.objective is Objective.VALUE
-        return self._protection if self._protection is not None and (always or self._protection.is_short(now)) else None
 
     def _behind(self, now: float) -> bool:
         for job in self.state.jobs.values():
@@ -290,8 +273,8 @@ class Decider:
                     return True
         return False
 
-    def ask(self, live: LiveJob, now: float, *, thorough: bool = True, priced: bool = True) -> AdmissionVerdict:
-        """Run admission control for a job beside all others, ``priced`` or as first come; changes no plan."""
+    def ask(self, live: LiveJob, now: float, *, thorough: bool = True) -> AdmissionVerdict:
+        """Run admission control for a job beside all others; changes no plan."""
         state = self.state
         live.asked_s = now
         jobs = [j for j in state.jobs.values() if j.job_id != live.job_id]
@@ -299,12 +282,11 @@ class Decider:
         limits = [j.job.deadline_s for j in (live, *jobs) if j is live or j.promised]
         last = max((limit for limit in limits if limit is not None), default=now)
         near = [run for run in runs if run.due_s < last]  # later runs cannot collide with the promises up to then
-        price = self._price_asked(now) if priced else None
-        verdict = self._verdict(live, jobs, near, now, price, thorough=thorough)
+        verdict = self._verdict(live, jobs, near, now, thorough=thorough)
         if verdict.draft is None and live.foreseen and near:  # it has priority over runs that have not come yet
-            return self._verdict(live, jobs, (), now, price, thorough=thorough)
+            return self._verdict(live, jobs, (), now, thorough=thorough)
         if verdict.draft is None and len(near) < len(runs):  # but a later deadline that is offered may collide
-            verdict = self._verdict(live, jobs, runs, now, price, thorough=thorough)
+            verdict = self._verdict(live, jobs, runs, now, thorough=thorough)
         return verdict
 
     def _verdict(
@@ -313,7 +295,6 @@ class Decider:
         jobs: Sequence[LiveJob],
         runs: Sequence[ExpectedRun],
         now: float,
-        price: Protection | None,
         *,
         thorough: bool,
     ) -> AdmissionVerdict:
@@ -323,7 +304,7 @@ class Decider:
             stand_ins = reserved(runs, layout, self.config, self.state.calendar.policy, now)
             kept = self._lookahead.keeps(planner, stand_ins)
             planner.expected = stand_ins if kept else keepable(planner, stand_ins)
-        return AdmissionControl(planner, live, price, thorough=thorough, lookahead=self._lookahead).decide()
+        return AdmissionControl(planner, live, self._protection, thorough=thorough, lookahead=self._lookahead).decide()
 
     def admit(self, live: LiveJob, verdict: AdmissionVerdict, terms: Terms, now: float) -> list[Decision]:
         """Promise the deadline, and adopt the plan that proves it.
@@ -495,7 +476,7 @@ class Decider:
     def _retry(self, now: float, out: list[Decision]) -> None:
         """Retry admission of waiting jobs: in order of slot-seconds per value, or of arrival if first come."""
         waiting = [job for job in self.state.jobs.values() if job.phase is Phase.WAITING]
-        if self._price_asked(now) is not None:
+        if self._protection is not None:
             waiting.sort(key=lambda job: self._price(job, now))
         for job in waiting:
             thorough = now >= min(job.thorough_s, job.until_s) - TOLERANCE_S

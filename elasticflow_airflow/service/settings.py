@@ -94,8 +94,7 @@ class ServiceSettings(BaseSettings):
     policy: str = SCHEDULER_NAME
     """The only allowed value. Kept so that deployments that name the scheduler continue to work."""
     objective: Literal["auto", "first-come", "value"] = "auto"
-    """Which jobs to admit when not all fit: by arrival, those worth more than they take from expected arrivals, or by
-    arrival until one was refused for lack of slots."""
+    """Which jobs to admit when not all fit: by arrival, or those worth more than they take from expected arrivals."""
 
     idle_exit_s: float = Field(default=600.0, gt=0)
     """The embedded service exits after this time without a live job or a request."""

@@ -16,7 +16,8 @@ class Objective(StrEnum):
     VALUE = "value"
     """Admit a job if it is worth more than what it takes from expected arrivals (see :mod:`protection_price`)."""
     AUTO = "auto"
-    """As ``FIRST_COME`` where everybody fits; as ``VALUE`` for twelve days after a refusal for lack of slots."""
+    """As ``VALUE`` for twelve days after a refusal for lack of slots; until then as ``FIRST_COME``, unless long and
+    short memories agree that others need the slots."""
 
 
 EVEN_ODDS = 0.5

@@ -38,6 +38,8 @@ class AdmissionVerdict:
     draft: Draft | None
     reason: Reason
     earliest_deadline_s: float | None
+    priced_out: bool = False
+    """It was refused though it fits, for others that are expected."""
 
 
 def no_block(job: Job, layout: Layout, now: float) -> Reason:
@@ -115,8 +117,16 @@ class AdmissionControl:
             return AdmissionVerdict(None, Reason("nothing has changed for it"), None)
         if found is not None:
             return AdmissionVerdict(found, self._why_admitted(found), deadline)
-        reason = self._why_not(work, deadline)  # before other deadlines are tried
-        return AdmissionVerdict(None, reason, self._earliest(work))
+        if self.priced_out:
+            self.priced_out = self._fits_without_price(work, deadline - config.deadline_margin_s)
+        priced_out, reason = self.priced_out, self._why_not(work, deadline)  # before other deadlines are tried
+        return AdmissionVerdict(None, reason, self._earliest(work), priced_out)
+
+    def _fits_without_price(self, work: Work, limit: float) -> bool:
+        protection, self.protection = self.protection, None
+        found = self._try(work, limit, 0)
+        self.protection = protection
+        return found is not None
 
     def _effort(self, tries: int) -> int:
         """Limit the number of tries by their cost, so that decisions stay fast with many jobs."""
@@ -190,7 +200,7 @@ class AdmissionControl:
         if self.protection is None:
             return True
         planner = self.planner
-        expected = self.protection.expectation(work, self._worth(limit), planner.now, limit)
+        expected = self.protection.expectation(work, self._worth(limit), planner.now, limit, agreed=self._trusting)
         if expected is None:
             return False
         if not expected.slots.any():
@@ -204,6 +214,16 @@ class AdmissionControl:
         for start, end, slots in expected.reservations():
             left.withhold(start, end, slots)
         return minimum_share(left, work, planner.now) is not None
+
+    @property
+    def _trusting(self) -> bool:
+        """Whether, as far as is known, everybody fits (see :mod:`protection_price`)."""
+        planner = self.planner
+        return (
+            planner.config.objective is Objective.AUTO
+            and self.protection is not None
+            and not self.protection.is_short(planner.now)
+        )
 
     def _worth(self, limit: float) -> float:
         """Return the newcomer's value if it is promised for ``limit``."""
@@ -275,7 +295,7 @@ class AdmissionControl:
         limit = deadline - self.planner.config.deadline_margin_s
         if self.priced_out:
             objective, short = self.planner.config.objective, Reason("")
-            if objective is Objective.AUTO and self.protection is not None:
+            if objective is Objective.AUTO and self.protection is not None and not self._trusting:
                 short = Reason(", as slots were short at {when:moment}", when=self.protection.short_at_s)
             return Reason(
                 "would take slots that jobs which need fewer for the same value are expected to need before "

@@ -6,9 +6,11 @@ arrivals until its deadline; a job is cheaper if it needs fewer slot-seconds for
 learned from past arrivals by estimates with several half-lives (1, 4 and 36 hours unless ``protection_half_lives_s``
 is set), none of which looks further ahead than its reach. At each future time the largest estimate is used, because a
 short half-life alone would admit a huge job in a lull (Littlewood's rule, 1972, for jobs instead of passengers; in
-contrast, OASiS, INFOCOM 2018, prices slots by their use alone). With ``objective="auto"`` the price begins with the
-first job that is refused for lack of slots, and ends when none has been for as long as arrivals are remembered: where
-everybody fits, it would only refuse jobs for others that never come. Pure; knows only the number of slots.
+contrast, OASiS, INFOCOM 2018, prices slots by their use alone).
+
+With ``objective="auto"`` that is so once a job was refused for lack of slots, until none has been for as long as
+arrivals are remembered. Where everybody fits, it would only refuse jobs for others that never come; so until then the
+smallest estimate is used: what all memories, short and long, agree on. Pure; knows only the number of slots.
 """
 
 from __future__ import annotations
@@ -95,11 +97,13 @@ class Protection:
         if len(self.arrivals) > 64 and self.arrivals[len(self.arrivals) // 4].at_s < oldest:
             self.arrivals = [known for known in self.arrivals if known.at_s >= oldest]
 
-    def expected_use(self, now: float, price: float, times: NDArray[np.float64]) -> NDArray[np.float64]:
+    def expected_use(
+        self, now: float, price: float, times: NDArray[np.float64], *, agreed: bool = False
+    ) -> NDArray[np.float64]:
         """Return the number of slots that future arrivals are expected to use at each of ``times`` (``> now``).
 
         Only arrivals that need less than ``price`` slot-seconds for a value of 1 count. Each uses its footprint evenly
-        over its window; the arrival rate is the learned one.
+        over its window; the arrival rate is the learned one. ``agreed``: the smallest estimate, else the largest.
         """
         expected = np.zeros(len(times))
         if not self.arrivals:
@@ -115,21 +119,25 @@ class Protection:
         windows = known[cheaper, 2]
         ages = now - known[cheaper, 0]
         horizon = (times - now)[:, None]
+        estimates = []
         for half_life in self.half_lives_s:
             decay = math.log(2.0) / half_life
             weights = np.exp(-decay * ages)
             observed = (1.0 - math.exp(-decay * max(now - first, _LEAST_OBSERVED_S))) / decay
             reach = self.reach * half_life
             ahead = np.clip(np.minimum(horizon, reach) - np.maximum(horizon - windows[None, :], 0.0), 0.0, None)
-            expected = np.maximum(expected, ahead @ (weights * use) / observed)
-        return self.weight * expected
+            estimates.append(ahead @ (weights * use) / observed)
+        found: NDArray[np.float64] = (np.min if agreed else np.max)(estimates, axis=0)
+        return self.weight * found
 
-    def expectation(self, work: Work, value: float, now: float, limit_s: float) -> Expectation | None:
+    def expectation(
+        self, work: Work, value: float, now: float, limit_s: float, *, agreed: bool = False
+    ) -> Expectation | None:
         """Return the expected use of cheaper arrivals until a job's limit; None: the job cannot keep it even alone."""
         footprint = footprint_of(work, now, limit_s)
         if footprint is None:
             return None
         edges = np.linspace(now, limit_s, _BINS + 1)
         price = footprint / value if value > 0.0 else math.inf
-        expected = self.expected_use(now, price, (edges[:-1] + edges[1:]) / 2)
+        expected = self.expected_use(now, price, (edges[:-1] + edges[1:]) / 2, agreed=agreed)
         return Expectation(edges, expected, footprint)

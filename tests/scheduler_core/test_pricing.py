@@ -102,7 +102,7 @@ def monster(make_job: Callable[..., Job], now: float, **more: object) -> Job:
 
 
 def test_a_monster_is_refused_where_many_small_ones_are_expected(make_job, nodes) -> None:
-    first_come = Scheduler(SchedulerConfig(), nodes(4))
+    first_come = Scheduler(SchedulerConfig(objective=Objective.FIRST_COME), nodes(4))
     by_value = value_scheduler(nodes)
     for scheduler in (first_come, by_value):
         learn(scheduler, make_job, 20_000.0)
@@ -113,39 +113,42 @@ def test_a_monster_is_refused_where_many_small_ones_are_expected(make_job, nodes
     assert "fewer for the same value" in str(refused.reason)
 
 
-def test_automatically_there_is_a_price_for_as_long_as_slots_are_short(make_job, nodes) -> None:
-    config = SchedulerConfig(objective=Objective.AUTO, protection_half_lives_s=(HOUR,))
-    scheduler = Scheduler(config, nodes(4))
+MEMORIES_S = (HOUR, 36 * HOUR)
+
+
+def test_automatically_slots_are_kept_free_as_far_as_all_memories_agree(make_job, nodes) -> None:
+    scheduler = Scheduler(SchedulerConfig(objective=Objective.AUTO, protection_half_lives_s=MEMORIES_S), nodes(4))
+    learn(scheduler, make_job, 20_000.0)
+    refused = verdict(scheduler.handle(ev.JobSubmitted(monster(make_job, 20_000.0)), 20_000.0))
+    assert isinstance(refused, de.Reject)
+    assert "(objective: auto); a value well above 1, or the objective first-come, would" in str(refused.reason)
+    lull_s = 20_000.0 + 8 * HOUR
+    admitted = verdict(scheduler.handle(ev.JobSubmitted(monster(make_job, lull_s)), lull_s))
+    assert isinstance(admitted, de.Admit), "a refusal by price is none for lack of slots"
+
+
+def test_automatically_the_largest_memory_counts_for_as_long_as_slots_are_short(make_job, nodes) -> None:
+    scheduler = Scheduler(SchedulerConfig(objective=Objective.AUTO, protection_half_lives_s=MEMORIES_S), nodes(4))
     learn(scheduler, make_job, 20_000.0)
 
     def ask(name: str, now: float) -> de.Admit | de.Reject | de.Wait:
-        found = verdict(scheduler.handle(ev.JobSubmitted(replace(monster(make_job, now), job_id=name)), now))
-        if isinstance(found, de.Admit):
-            scheduler.handle(ev.JobFinished(name), now + 1.0)
-        return found
+        return verdict(scheduler.handle(ev.JobSubmitted(replace(monster(make_job, now), job_id=name)), now))
 
-    hopeless = make_job("hopeless", steps=36_000.0, deadline=20_100.0, curve={1: 1.0})
-    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(hopeless), 20_000.0)), de.Reject)
-    assert isinstance(ask("first", 20_000.0), de.Admit), "nobody was refused for lack of slots"
-
-    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(monster(make_job, 20_010.0)), 20_010.0)), de.Admit)
-    short_at_s = 20_020.0
+    lull_s = 20_000.0 + 8 * HOUR
+    hopeless = make_job("hopeless", steps=36_000.0, deadline=lull_s + 100.0, curve={1: 1.0})
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(hopeless), lull_s)), de.Reject)
+    assert isinstance(ask("first", lull_s), de.Admit), "nobody was refused for lack of slots"
+    short_at_s = lull_s + 10.0
     refused = ask("second", short_at_s)
     assert isinstance(refused, de.Reject)
     assert "objective" not in str(refused.reason)
-    scheduler.handle(ev.JobFinished("monster"), 20_030.0)
-
-    since_s = 20_250.0
-    for hours in (1, 4, 7.9):
-        now = short_at_s + hours * HOUR
-        learn(scheduler, make_job, now - 250.0, since_s)
-        since_s = now
-        refused = ask(f"after {hours}", now)
+    scheduler.handle(ev.JobFinished("first"), short_at_s + 10.0)
+    for hours in (1, 4):
+        refused = ask(f"after {hours}", short_at_s + hours * HOUR)
         assert isinstance(refused, de.Reject)
-        assert "(objective: auto, as slots were short at " in str(refused.reason), (
-            "a refusal by price is none for lack of slots"
-        )
-    assert isinstance(ask("in the end", short_at_s + 8.1 * HOUR), de.Admit)
+        assert "(objective: auto, as slots were short at " in str(refused.reason)
+    forgotten_s = short_at_s + 8.1 * MEMORIES_S[-1]
+    assert isinstance(ask("in the end", forgotten_s), de.Admit)
 
 
 def test_a_monster_of_enough_value_is_admitted(make_job, nodes) -> None:

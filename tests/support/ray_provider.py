@@ -14,6 +14,10 @@ from ray.autoscaler.node_provider import NodeProvider
 from ray.autoscaler.tags import NODE_KIND_HEAD, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
 
 _HEAD = "head"
+_COMMANDS = (
+    *("cluster_synced_files", "initialization_commands", "setup_commands", "head_setup_commands"),
+    *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
+)
 
 
 class FileProvider(NodeProvider):
@@ -45,9 +49,9 @@ class FileProvider(NodeProvider):
             },
             "head_node_type": "head",
             # What `ray up` would fill in.
-            **{"upscaling_speed": 1.0, "auth": {}, "docker": {}, "file_mounts": {}, "cluster_synced_files": []},
-            **{"initialization_commands": [], "setup_commands": [], "head_setup_commands": []},
-            **{"worker_setup_commands": [], "head_start_ray_commands": [], "worker_start_ray_commands": []},
+            "upscaling_speed": 1.0,
+            **{part: {} for part in ("auth", "docker", "file_mounts")},
+            **{part: [] for part in _COMMANDS},
         }
 
     def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:

@@ -22,33 +22,31 @@ def test_by_value_a_job_that_would_take_what_many_need_is_refused_and_says_why(m
         world.restart()  # what was seen to come is remembered
 
 
-def test_automatically_the_price_begins_with_the_first_that_is_refused_for_lack_of_slots(make_world):
-    world = make_world(objective="auto", nodes=1, slots=4)
-    speeds = {1: 8.0, 2: 16.0, 4: 32.0}
+def test_automatically_slots_are_kept_free_and_that_they_were_short_is_remembered(make_world):
+    world = make_world(nodes=1, slots=4)
 
-    def small(number, **given):
-        return world.submit(task=f"small{number}", within=250, steps=1000, scaling_curve={1: 8.0}, **given)
+    def small(number):
+        return world.submit(task=f"small{number}", within=250, steps=1000, scaling_curve={1: 8.0}).job.verdict.decision
 
-    def monster(task):
-        found = world.submit(task=task, within=1000, steps=26_000, scaling_curve=speeds)
-        return found, found.job.verdict
+    def monster(task, **given):
+        return world.submit(task=task, within=1000, steps=26_000, scaling_curve={1: 8.0, 2: 16.0, 4: 32.0}, **given)
 
     for number in range(20):
-        assert small(number).job.verdict.decision == "admitted"
+        assert small(number) == "admitted"
         world.run(60, every=5)
-    hopeless = world.submit(task="hopeless", within=100, steps=26_000, scaling_curve=speeds)
-    assert hopeless.job.verdict.decision == "rejected"
+    refused = monster("monster").job.verdict
+    assert refused.decision == "rejected"
+    assert "(objective: auto); a value well above 1" in refused.reason
+    dear = monster("dear", value=100.0)
+    assert dear.job.verdict.decision == "admitted"
+    assert "rejected" in [small(number) for number in range(20, 24)]
+    world.job_service.cancel(dear.job.job_id, dear.claim, "makes room")
     world.run(300, every=20)
-    first, verdict = monster("monster")
-    assert verdict.decision == "admitted", "nobody was refused for lack of slots"
-    assert small(20).job.verdict.decision == "rejected"
-    world.job_service.cancel(first.job.job_id, first.claim, "makes room")
-    world.run(60, every=5)
     for task in ("another", "third"):
-        _, verdict = monster(task)
-        assert verdict.decision == "rejected"
-        assert "objective: auto" in verdict.reason
-        world.restart()  # that somebody was refused is remembered
+        refused = monster(task).job.verdict
+        assert refused.decision == "rejected"
+        assert "objective: auto, as slots were short at" in refused.reason
+        world.restart()
 
 
 def test_an_objective_that_is_none_is_told_what_there_is(tmp_path):
