@@ -67,6 +67,9 @@ class SchedulerConfig:
     """... and the half-lives with which past arrivals are forgotten; the largest of the resulting estimates is used."""
     protection_reach: float = 3.0
     """... and how many half-lives ahead each estimate reaches: a burst does not predict the rate of a week."""
+    waiting_caution: float = 2.0
+    """... and how many times that much a job that waits must leave: it is asked at many moments, and would be admitted
+    at the one at which least is expected by chance."""
     waiting_retry_s: float = 1800.0
     """Admission of a job that waits for capacity is retried at least this often."""
 
@@ -113,7 +116,14 @@ class SchedulerConfig:
             raise ValueError(f"speed_shared is {self.speed_shared!r}; it is a fraction between 0 and 1")
         if not EVEN_ODDS <= self.speed_confidence < 1.0:
             raise ValueError(f"speed_confidence is {self.speed_confidence!r}; it is a probability from 0.5 to below 1")
-        for name in ("deadline_margin_s", "offer_margin_s", "min_saving_pauses", "min_saving_s", "patience_pauses"):
+        for name in (
+            "deadline_margin_s",
+            "offer_margin_s",
+            "min_saving_pauses",
+            "min_saving_s",
+            "patience_pauses",
+            "waiting_caution",
+        ):
             if getattr(self, name) < 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it cannot be negative")
         for name in ("ageing_s", "profile_budget_s", "overdue_s", "offer_round_s", "report_window_s"):

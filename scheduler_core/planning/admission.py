@@ -17,7 +17,7 @@ from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob
 from elasticflow_airflow.scheduler_core.model.config import Objective
 from elasticflow_airflow.scheduler_core.model.explain import is_past
 from elasticflow_airflow.scheduler_core.model.reason import Reason
-from elasticflow_airflow.scheduler_core.model.values import Job, OnReject
+from elasticflow_airflow.scheduler_core.model.values import Job, OnReject, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.allocation import share_later, share_now
 from elasticflow_airflow.scheduler_core.planning.lookahead import Lookahead
@@ -203,6 +203,8 @@ class AdmissionControl:
         expected = self.protection.expectation(work, self._worth(limit), planner.now, limit, agreed=self._trusting)
         if expected is None:
             return False
+        if self.job.phase is Phase.WAITING:  # it is asked again and again, and one time expectations are too low
+            expected = expected.times(planner.config.waiting_caution)
         if not expected.slots.any():
             return True
         free = planner.free.copy()

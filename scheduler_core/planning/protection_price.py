@@ -54,6 +54,10 @@ class Expectation(NamedTuple):
         """The expected use until the newcomer's limit."""
         return float(self.slots @ np.diff(self.edges))
 
+    def times(self, factor: float) -> Expectation:
+        """Return so many times the expected use."""
+        return self._replace(slots=self.slots * factor)
+
     def reservations(self) -> list[tuple[float, float, int]]:
         """Return ``(start, end, slots)`` of each bin with expected use, in whole slots."""
         slots = np.rint(self.slots).astype(int).tolist()

@@ -223,3 +223,21 @@ def test_who_waits_is_asked_for_again_the_cheapest_first(make_job, nodes) -> Non
     states = {state.job.job_id: state for state in scheduler.states()}
     assert states["short"].placement.workers == 1
     assert "long" not in [d.job_id for d in decided if isinstance(d, de.Admit)]
+
+
+@pytest.mark.parametrize("caution", [1.0, 2.0])
+def test_who_is_asked_again_and_again_must_leave_more_for_others(make_job, nodes, caution: float) -> None:
+    scheduler = Scheduler(SchedulerConfig(objective=Objective.VALUE, waiting_caution=caution), nodes(8))
+    learn(scheduler, make_job, 20_000.0)
+    blocker = make_job("blocker", steps=2000.0, deadline=22_000.0, curve={8: 1.0}, value=1e9, min_workers=8)
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(blocker), 20_000.0)), de.Admit)
+
+    def long(name: str) -> Job:
+        return make_job(name, steps=9000.0, deadline=30_500.0, curve={1: 1.0}, on_reject=OnReject.WAIT)
+
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(long("waits")), 20_000.0)), de.Wait)
+    decided = scheduler.handle(ev.JobFinished("blocker"), 20_500.0)
+    admitted = [decision.job_id for decision in decided if isinstance(decision, de.Admit)]
+    assert admitted == ([] if caution > 1.0 else ["waits"])
+    if caution > 1.0:
+        assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(long("fresh")), 20_500.0)), de.Admit)
