@@ -31,6 +31,7 @@ from typing import NamedTuple
 from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.config import Objective
 from elasticflow_airflow.scheduler_core.model.recurring_work import CalendarPolicy
 from elasticflow_airflow.scheduler_core.model.values import ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.expected_runs import CalendarFeed
@@ -98,7 +99,7 @@ def simulate(case: Case) -> Found:
     nodes = cluster(case.nodes, case.slots)
     jobs = prepare(Trace(None, tuple(rows)), curves(), nodes, Conditions(pause_s=PAUSE_S))
     policy = POLICIES[case.variant]
-    scheduler = Scheduler(SchedulerConfig(), nodes, policy)
+    scheduler = Scheduler(SchedulerConfig(objective=Objective.FIRST_COME), nodes, policy)
     told = scheduler if policy is None else CalendarFeed(scheduler, rows)
     result = Simulation(name=case.variant, policy=told, nodes=nodes, jobs=jobs).run()
     task = {row.job_id: row.task for row in rows}

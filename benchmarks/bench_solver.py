@@ -20,6 +20,7 @@ from bench_policies import DATA, OWN_SIZE, Case, setting_of
 from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.config import Objective
 from elasticflow_airflow.scheduler_core.model.decisions import Decision, Reject
 from elasticflow_airflow.scheduler_core.model.events import Event, JobSubmitted
 from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Node
@@ -37,7 +38,7 @@ class Asked:
     """The scheduler, and what the relaxation says of each of its refusals."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        self._scheduler = Scheduler(SchedulerConfig(), nodes)
+        self._scheduler = Scheduler(SchedulerConfig(objective=Objective.FIRST_COME), nodes)
         self._slots = sum(node.slots for node in nodes)
         self.found: Counter[str] = Counter()
 

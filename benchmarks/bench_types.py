@@ -22,6 +22,7 @@ from bench_policies import DATA
 from results import parser_of, show, table
 
 from elasticflow_airflow.scheduler_core import SchedulerConfig
+from elasticflow_airflow.scheduler_core.model.config import Objective
 from elasticflow_airflow.scheduler_core.model.decisions import Decision
 from elasticflow_airflow.scheduler_core.model.events import Event, JobProgressed, JobSubmitted
 from elasticflow_airflow.scheduler_core.model.values import Node
@@ -60,6 +61,7 @@ LENGTH_SEEDS = 5
 REPORT_AFTER_S = 60.0
 NOISE = (None, 0.5, 1.0, 2.0, 4.0, 16.0)
 PAUSE_S = 30.0
+USUAL = SchedulerConfig(objective=Objective.FIRST_COME)
 
 
 def simulate(name: str, policy: Policy, nodes: tuple[Node, ...], jobs: list[SimulatedJob], **more: Any) -> Result:
@@ -68,12 +70,12 @@ def simulate(name: str, policy: Policy, nodes: tuple[Node, ...], jobs: list[Simu
 
 def mixed_policy(name: str, nodes: tuple[Node, ...]) -> Policy:
     if not name.endswith(TYPES):
-        return make_policy(name, nodes)
+        return make_policy(name, nodes, USUAL)
 
     def one(config: SchedulerConfig, of_a_type: Iterable[Node]) -> InspectablePolicy:
         return make_policy(name.removesuffix(TYPES), of_a_type, config)
 
-    return ByType(one, SchedulerConfig(), nodes)
+    return ByType(one, USUAL, nodes)
 
 
 def beside_the_bound(
