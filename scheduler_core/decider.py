@@ -45,7 +45,7 @@ from elasticflow_airflow.scheduler_core.planning.admission import AdmissionContr
 from elasticflow_airflow.scheduler_core.planning.lookahead import Expected, Lookahead
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
-from elasticflow_airflow.scheduler_core.planning.protection_price import Arrival, Protection, footprint_of
+from elasticflow_airflow.scheduler_core.planning.protection_price import Arrival, Protection, footprint_of, key_of
 from elasticflow_airflow.scheduler_core.planning.repair import mend
 from elasticflow_airflow.scheduler_core.planning.reservations import keepable, reserved, stand_ins
 from elasticflow_airflow.scheduler_core.scheduler_state import SchedulerState
@@ -253,7 +253,8 @@ class Decider:
         live.noted = True
         footprint = footprint_of(live.work(self.state.layout, self.config), now, deadline)
         if footprint is not None:
-            self._protection.note(Arrival(now, footprint, max(1.0, deadline - now), live.job.value))
+            window_s = max(1.0, deadline - now)
+            self._protection.note(Arrival(now, footprint, window_s, live.job.value, key_of(live.job_id)))
 
     def note_refusal(self, live: LiveJob, now: float) -> None:
         """Let the protection price know of a job that was refused though it could keep its deadline alone."""

@@ -16,6 +16,7 @@ smallest estimate is used: what all memories, short and long, agree on. Pure; kn
 from __future__ import annotations
 
 import math
+import zlib
 from typing import NamedTuple
 
 import numpy as np
@@ -31,12 +32,19 @@ _LEAST_OBSERVED_S = 3600.0
 
 
 class Arrival(NamedTuple):
-    """One job that requested a deadline: arrival time, least slot-seconds needed, time to its deadline, value."""
+    """One job that requested a deadline: arrival time, least slot-seconds needed, time to its deadline, value, key."""
 
     at_s: float
     footprint: float
     window_s: float
     value: float
+    key: float = math.nan
+    """Tells a job from others (:func:`key_of`): no job is expected to come again before it is decided on."""
+
+
+def key_of(job_id: str) -> float:
+    """Return the key of a job."""
+    return float(zlib.crc32(job_id.encode()))
 
 
 class Expectation(NamedTuple):
@@ -72,7 +80,8 @@ def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
     for size in work.sizes:
         if work.speeds[size] <= 0.0:
             continue  # not measured yet
-        seconds = work.cost_of_change(now, size) + left / work.speeds[size] + work.tail_s
+        cost = max(0.0, work.since_s - now) if size == work.size else work.cost_of_change(now, size)
+        seconds = cost + left / work.speeds[size] + work.tail_s
         if now + seconds <= limit_s + TOLERANCE_S:
             needed = size * seconds
             least = needed if least is None else min(least, needed)
@@ -102,12 +111,13 @@ class Protection:
             self.arrivals = [known for known in self.arrivals if known.at_s >= oldest]
 
     def expected_use(
-        self, now: float, price: float, times: NDArray[np.float64], *, agreed: bool = False
+        self, now: float, price: float, times: NDArray[np.float64], *, agreed: bool = False, but: float = math.nan
     ) -> NDArray[np.float64]:
         """Return the number of slots that future arrivals are expected to use at each of ``times`` (``> now``).
 
         Only arrivals that need less than ``price`` slot-seconds for a value of 1 count. Each uses its footprint evenly
         over its window; the arrival rate is the learned one. ``agreed``: the smallest estimate, else the largest.
+        ``but``: the key of the job that is decided on.
         """
         expected = np.zeros(len(times))
         if not self.arrivals:
@@ -115,7 +125,7 @@ class Protection:
         known = np.array(self.arrivals, dtype=np.float64)
         value = known[:, 3]
         most = np.multiply(price, value, out=np.zeros(len(value)), where=value > 0.0)  # a price may be infinite
-        cheaper = (known[:, 1] < most) & (known[:, 0] <= now)
+        cheaper = (known[:, 1] < most) & (known[:, 0] <= now) & (known[:, 4] != but)
         if not cheaper.any():
             return expected
         first = float(known[:, 0].min())
@@ -143,5 +153,5 @@ class Protection:
             return None
         edges = np.linspace(now, limit_s, _BINS + 1)
         price = footprint / value if value > 0.0 else math.inf
-        expected = self.expected_use(now, price, (edges[:-1] + edges[1:]) / 2, agreed=agreed)
+        expected = self.expected_use(now, price, (edges[:-1] + edges[1:]) / 2, agreed=agreed, but=key_of(work.job_id))
         return Expectation(edges, expected, footprint)

@@ -33,6 +33,13 @@ def test_the_footprint_is_the_least_that_keeps_the_deadline_alone() -> None:
     assert footprint_of(work, 0.0, 40.0) is None
 
 
+def test_who_trains_pays_no_start_for_the_size_that_it_has() -> None:
+    speeds = {1: 1.0, 2: 1.6, 4: 2.5}
+    work = Work("a", 100.0, 0.0, 0b1111, 4, 2.5, False, (1, 2, 4), speeds, 10.0, 5.0, 0.0, 0.0)
+    assert footprint_of(work, 10.0, 40.0) == 4 * 30.0
+    assert footprint_of(work, 10.0, 39.0) is None
+
+
 def test_a_steady_stream_is_expected_to_go_on() -> None:
     """One job an hour, each one slot for its window of 2 h: two slots once the stream has filled its windows."""
     learned = protection()
@@ -241,3 +248,11 @@ def test_who_is_asked_again_and_again_must_leave_more_for_others(make_job, nodes
     assert admitted == ([] if caution > 1.0 else ["waits"])
     if caution > 1.0:
         assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(long("fresh")), 20_500.0)), de.Admit)
+
+
+def test_no_job_is_expected_to_come_again_before_it_is_decided_on(make_job, nodes) -> None:
+    """With a margin before the deadline it may need more slots than are counted for it when it comes."""
+    config = SchedulerConfig(objective=Objective.VALUE, deadline_margin_s=210.0)
+    scheduler = Scheduler(config, nodes(2))
+    first = make_job("first", steps=3000.0, deadline=3060.0, curve={1: 1.0, 2: 1.06})
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(first), 0.0)), de.Admit)
