@@ -10,7 +10,8 @@ contrast, OASiS, INFOCOM 2018, prices slots by their use alone).
 
 With ``objective="auto"`` that is so once a job was refused for lack of slots, until none has been for as long as
 arrivals are remembered. Where everybody fits, it would only refuse jobs for others that never come; so until then the
-smallest estimate is used: what all memories, short and long, agree on. Pure; knows only the number of slots.
+smallest estimate is used, what all memories, short and long, agree on, and each less one standard error: after few
+arrivals nothing is sure. Pure; knows only the number of slots.
 """
 
 from __future__ import annotations
@@ -88,6 +89,16 @@ def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
     return least
 
 
+def _sure_part(times: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+    """Return 1 less one standard error of a rate, as a fraction of it (Poisson), with Kish's effective sample size.
+
+    What comes together counts once: several jobs of one moment say nothing about how often such moments are.
+    """
+    each = np.bincount(np.unique(times, return_inverse=True)[1], weights)
+    total = float(each.sum())
+    return max(0.0, 1.0 - math.sqrt(float((each**2).sum())) / total) if total > 0.0 else 0.0
+
+
 class Protection:
     """Learns arrival rates and computes the capacity to protect from a newcomer. ``reach`` counts half-lives."""
 
@@ -116,8 +127,8 @@ class Protection:
         """Return the number of slots that future arrivals are expected to use at each of ``times`` (``> now``).
 
         Only arrivals that need less than ``price`` slot-seconds for a value of 1 count. Each uses its footprint evenly
-        over its window; the arrival rate is the learned one. ``agreed``: the smallest estimate, else the largest.
-        ``but``: the key of the job that is decided on.
+        over its window; the arrival rate is the learned one. ``agreed``: the smallest estimate, less its error,
+        else the largest. ``but``: the key of the job that is decided on.
         """
         expected = np.zeros(len(times))
         if not self.arrivals:
@@ -140,7 +151,10 @@ class Protection:
             observed = (1.0 - math.exp(-decay * max(now - first, _LEAST_OBSERVED_S))) / decay
             reach = self.reach * half_life
             ahead = np.clip(np.minimum(horizon, reach) - np.maximum(horizon - windows[None, :], 0.0), 0.0, None)
-            estimates.append(ahead @ (weights * use) / observed)
+            estimate = ahead @ (weights * use) / observed
+            if agreed:
+                estimate *= _sure_part(known[cheaper, 0], weights)
+            estimates.append(estimate)
         found: NDArray[np.float64] = (np.min if agreed else np.max)(estimates, axis=0)
         return self.weight * found
 

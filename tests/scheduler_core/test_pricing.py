@@ -81,6 +81,24 @@ def test_a_burst_is_not_the_rate_of_a_week() -> None:
     assert later == 0.0
 
 
+def test_after_few_arrivals_nothing_is_sure() -> None:
+    soon = np.array([HOUR])
+    for moments, least in ((1, 0.0), (4, 0.4), (100, 0.85)):
+        learned = protection((1.0, 36.0), reach=3.0)
+        for number in range(moments):
+            for _ in range(5):  # at once
+                learned.note(Arrival(number * HOUR / moments, 600.0, HOUR, 1.0))
+        now = HOUR
+        agreed = learned.expected_use(now, math.inf, now + soon, agreed=True)[0]
+        estimates = [protection((hours,), reach=3.0) for hours in (1.0, 36.0)]
+        for one in estimates:
+            one.arrivals = learned.arrivals
+        smallest = min(one.expected_use(now, math.inf, now + soon)[0] for one in estimates)
+        assert least * smallest <= agreed < (least + 0.15) * smallest
+    long_ago = 1e9
+    assert learned.expected_use(long_ago, math.inf, long_ago + soon, agreed=True)[0] == 0.0
+
+
 def value_scheduler(nodes: Callable[..., list[Node]], **config: float) -> Scheduler:
     return Scheduler(SchedulerConfig(objective=Objective.VALUE, protection_weight=1.0, **config), nodes(4))
 
