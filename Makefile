@@ -79,6 +79,7 @@ BENCHES := $(sort $(wildcard benchmarks/bench_*.py)) "benchmarks/bench_policies.
 .PHONY: bench
 bench: $(STAMP) ## measure, and write benchmarks/results/
 	@set -e; for command in $(BENCHES); do echo "== $$command"; $(BIN)/python $$command --write; done
+	@$(BIN)/python benchmarks/chart.py
 
 .PHONY: lock
 lock: $(STAMP) ## resolve the requirements anew

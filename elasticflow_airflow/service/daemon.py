@@ -248,6 +248,9 @@ def _autoscaling(settings: ServiceSettings, parts: ServiceParts, engine: Engine)
     hours = settings.ray_autoscale_hours
     if hours is None or parts.capacity is None:
         return None
+    if settings.engine != "ray":
+        log.warning("ELASTICFLOW_RAY_AUTOSCALE_HOURS is set: it is ignored, since the engine is not ray")
+        return None
     watch = CapacityWatch(parts.capacity, hours=hours, rest_s=CAPACITY_REST_S)
     return Autoscaling(lambda: watch.look(0.0), parts.nodes, engine.want_nodes, unneeded_s=settings.ray_unneeded_s)
 

@@ -67,7 +67,7 @@ class SchedulerConfig:
     """... and the half-lives with which past arrivals are forgotten; the largest of the resulting estimates is used."""
     protection_reach: float = 3.0
     """... and how many half-lives ahead each estimate reaches: a burst does not predict the rate of a week."""
-    waiting_caution: float = 2.0
+    waiting_caution: float = 3.0
     """... and how many times that much a job that waits must leave: it is asked at many moments, and would be admitted
     at the one at which least is expected by chance."""
     waiting_retry_s: float = 1800.0

@@ -219,11 +219,12 @@ class AdmissionControl:
 
     @property
     def _trusting(self) -> bool:
-        """Whether, as far as is known, everybody fits (see :mod:`protection_price`)."""
+        """Whether, as far as is known, everybody fits (see :mod:`protection_price`). Not for a job that has to wait."""
         planner = self.planner
         return (
             planner.config.objective is Objective.AUTO
             and self.protection is not None
+            and self.job.phase is not Phase.WAITING
             and not self.protection.is_short(planner.now)
         )
 

@@ -155,6 +155,18 @@ def test_the_table_of_the_benchmark_is_what_was_measured() -> None:
     assert all(served["elasticflow"][trace] >= int(others_best[trace]) for trace in traces), "it loses: say where"
 
 
+def test_the_chart_of_the_front_page_is_drawn_from_what_was_measured() -> None:
+    spec = importlib.util.spec_from_file_location("chart", ROOT / "benchmarks" / "chart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    chart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(chart)
+    rows = chart.shares()
+    assert len(rows) == 9
+    assert chart.CHART.read_text() == chart.draw(rows), "draw it anew: python benchmarks/chart.py"
+    assert f"({chart.CHART.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
+
+
 def test_nobody_who_was_promised_was_late_as_the_benchmark_says() -> None:
     checked = 0
     for name in ("policies", "contended", "full", "plain"):
