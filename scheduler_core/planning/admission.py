@@ -200,10 +200,13 @@ class AdmissionControl:
         if self.protection is None:
             return True
         planner = self.planner
-        expected = self.protection.expectation(work, self._worth(limit), planner.now, limit, agreed=self._trusting)
+        trusting, waits = self._trusting, self.job.phase is Phase.WAITING
+        expected = self.protection.expectation(
+            work, self._worth(limit), planner.now, limit, agreed=trusting, sure=trusting or waits
+        )
         if expected is None:
             return False
-        if self.job.phase is Phase.WAITING:  # it is asked again and again, and one time expectations are too low
+        if waits:  # it is asked again and again, and one time expectations are too low
             expected = expected.times(planner.config.waiting_caution)
         if not expected.slots.any():
             return True
@@ -219,12 +222,11 @@ class AdmissionControl:
 
     @property
     def _trusting(self) -> bool:
-        """Whether, as far as is known, everybody fits (see :mod:`protection_price`). Not for a job that has to wait."""
+        """Whether, as far as is known, everybody fits (see :mod:`protection_price`)."""
         planner = self.planner
         return (
             planner.config.objective is Objective.AUTO
             and self.protection is not None
-            and self.job.phase is not Phase.WAITING
             and not self.protection.is_short(planner.now)
         )
 

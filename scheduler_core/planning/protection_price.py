@@ -122,13 +122,20 @@ class Protection:
             self.arrivals = [known for known in self.arrivals if known.at_s >= oldest]
 
     def expected_use(
-        self, now: float, price: float, times: NDArray[np.float64], *, agreed: bool = False, but: float = math.nan
+        self,
+        now: float,
+        price: float,
+        times: NDArray[np.float64],
+        *,
+        agreed: bool = False,
+        sure: bool = False,
+        but: float = math.nan,
     ) -> NDArray[np.float64]:
         """Return the number of slots that future arrivals are expected to use at each of ``times`` (``> now``).
 
         Only arrivals that need less than ``price`` slot-seconds for a value of 1 count. Each uses its footprint evenly
-        over its window; the arrival rate is the learned one. ``agreed``: the smallest estimate, less its error,
-        else the largest. ``but``: the key of the job that is decided on.
+        over its window; the arrival rate is the learned one. ``agreed``: the smallest estimate, else the largest.
+        ``sure``: each less its error. ``but``: the key of the job that is decided on.
         """
         expected = np.zeros(len(times))
         if not self.arrivals:
@@ -152,14 +159,14 @@ class Protection:
             reach = self.reach * half_life
             ahead = np.clip(np.minimum(horizon, reach) - np.maximum(horizon - windows[None, :], 0.0), 0.0, None)
             estimate = ahead @ (weights * use) / observed
-            if agreed:
+            if sure:
                 estimate *= _sure_part(known[cheaper, 0], weights)
             estimates.append(estimate)
         found: NDArray[np.float64] = (np.min if agreed else np.max)(estimates, axis=0)
         return self.weight * found
 
     def expectation(
-        self, work: Work, value: float, now: float, limit_s: float, *, agreed: bool = False
+        self, work: Work, value: float, now: float, limit_s: float, *, agreed: bool = False, sure: bool = False
     ) -> Expectation | None:
         """Return the expected use of cheaper arrivals until a job's limit; None: the job cannot keep it even alone."""
         footprint = footprint_of(work, now, limit_s)
@@ -167,5 +174,7 @@ class Protection:
             return None
         edges = np.linspace(now, limit_s, _BINS + 1)
         price = footprint / value if value > 0.0 else math.inf
-        expected = self.expected_use(now, price, (edges[:-1] + edges[1:]) / 2, agreed=agreed, but=key_of(work.job_id))
+        expected = self.expected_use(
+            now, price, (edges[:-1] + edges[1:]) / 2, agreed=agreed, sure=sure, but=key_of(work.job_id)
+        )
         return Expectation(edges, expected, footprint)

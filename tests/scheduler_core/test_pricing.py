@@ -89,14 +89,14 @@ def test_after_few_arrivals_nothing_is_sure() -> None:
             for _ in range(5):  # at once
                 learned.note(Arrival(number * HOUR / moments, 600.0, HOUR, 1.0))
         now = HOUR
-        agreed = learned.expected_use(now, math.inf, now + soon, agreed=True)[0]
+        agreed = learned.expected_use(now, math.inf, now + soon, agreed=True, sure=True)[0]
         estimates = [protection((hours,), reach=3.0) for hours in (1.0, 36.0)]
         for one in estimates:
             one.arrivals = learned.arrivals
         smallest = min(one.expected_use(now, math.inf, now + soon)[0] for one in estimates)
         assert least * smallest <= agreed < (least + 0.15) * smallest
     long_ago = 1e9
-    assert learned.expected_use(long_ago, math.inf, long_ago + soon, agreed=True)[0] == 0.0
+    assert learned.expected_use(long_ago, math.inf, long_ago + soon, sure=True)[0] == 0.0
 
 
 def value_scheduler(nodes: Callable[..., list[Node]], **config: float) -> Scheduler:
