@@ -135,7 +135,8 @@ class Protection:
 
         Only arrivals that need less than ``price`` slot-seconds for a value of 1 count. Each uses its footprint evenly
         over its window; the arrival rate is the learned one. ``agreed``: the smallest estimate, else the largest.
-        ``sure``: each less its error. ``but``: the key of the job that is decided on.
+        ``sure``: each less its error, and reaching as far ahead as if no half-life were longer than arrivals were seen.
+        ``but``: the key of the job that is decided on.
         """
         expected = np.zeros(len(times))
         if not self.arrivals:
@@ -156,7 +157,8 @@ class Protection:
             decay = math.log(2.0) / half_life
             weights = np.exp(-decay * ages)
             observed = (1.0 - math.exp(-decay * max(now - first, _LEAST_OBSERVED_S))) / decay
-            reach = self.reach * half_life
+            # A burst in the first minute surely says nothing about the next hours.
+            reach = self.reach * (min(half_life, now - first) if sure else half_life)
             ahead = np.clip(np.minimum(horizon, reach) - np.maximum(horizon - windows[None, :], 0.0), 0.0, None)
             estimate = ahead @ (weights * use) / observed
             if sure:

@@ -152,6 +152,15 @@ def test_automatically_slots_are_kept_free_as_far_as_all_memories_agree(make_job
     assert isinstance(admitted, de.Admit), "a refusal by price is none for lack of slots"
 
 
+def test_automatically_a_burst_at_the_beginning_is_no_rate_for_the_next_hours(make_job, nodes) -> None:
+    scheduler = Scheduler(SchedulerConfig(), nodes(64))
+    for number in range(60):
+        job = small(make_job, number, 0.2 * number)
+        assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(job), 0.2 * number)), de.Admit)
+    large = make_job("large", steps=18_000.0, deadline=20_000.0, curve={64: 1.0}, min_workers=64)
+    assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(large), 13.0)), de.Admit)
+
+
 def test_automatically_the_largest_memory_counts_for_as_long_as_slots_are_short(make_job, nodes) -> None:
     scheduler = Scheduler(SchedulerConfig(objective=Objective.AUTO, protection_half_lives_s=MEMORIES_S), nodes(4))
     learn(scheduler, make_job, 20_000.0)
