@@ -71,13 +71,13 @@ def draw(rows: Mapping[str, list[float]]) -> str:
     for at, (name, colour) in zip(_LEGEND, _SERIES.items(), strict=True):
         parts.append(f'<circle cx="{at}" cy="20" r="{_RADIUS}" fill="{colour}"/>')
         parts.append(f'<text x="{at + 10}" y="24" fill="#24292f">{name}</text>')
-    for share in range(_LEAST, 101, 10):
+    for tick in range(_LEAST, 101, 10):
         parts.append(
-            f'<line x1="{x(share):.0f}" x2="{x(share):.0f}" y1="{_TOP - 18}" y2="{height - 30}" stroke="#d0d7de"/>'
+            f'<line x1="{x(tick):.0f}" x2="{x(tick):.0f}" y1="{_TOP - 18}" y2="{height - 30}" stroke="#d0d7de"/>'
         )
-        parts.append(f'<text x="{x(share):.0f}" y="{height - 14}" text-anchor="middle" fill="#57606a">{share} %</text>')
-    for number, (trace, found) in enumerate(rows.items()):
-        y = _TOP + _ROW * number
+        parts.append(f'<text x="{x(tick):.0f}" y="{height - 14}" text-anchor="middle" fill="#57606a">{tick} %</text>')
+    for line, (trace, found) in enumerate(rows.items()):
+        y = _TOP + _ROW * line
         parts.append(f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end" fill="#24292f">{trace}</text>')
         parts.append(f'<line x1="{x(min(found)):.1f}" x2="{x(max(found)):.1f}" y1="{y}" y2="{y}" stroke="#afb8c1"/>')
         for share, colour, apart in zip(found, _SERIES.values(), _APART, strict=True):
