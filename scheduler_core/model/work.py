@@ -69,6 +69,10 @@ class Work:
             return self.longest_pause_s
         return self.pause_between(self.size, size, joining=now < self.joined_s)
 
+    def delay_s(self, now: float, size: int) -> float:
+        """Return the seconds until it makes steps with ``size`` slots: of a change, or of the start under way."""
+        return max(0.0, self.since_s - now) if size == self.size else self.cost_of_change(now, size)
+
     def standstill_s(self, now: float) -> float:
         """Return the seconds without a step if the slots change at ``now``: below the cost if workers must join."""
         return self.startup_s if self._begins(now) else self.pause_s

@@ -78,6 +78,8 @@ class AdmissionControl:
         self.job = newcomer
         self.protection = protection
         self.thorough = thorough
+        self._filled: dict[int, FreeCapacity] = {}
+        """By the number of promises that were filled first, what they leave free."""
         self.priced_out = False
         """Whether the last try failed because of what is kept free for others, regardless of other capacity."""
 
@@ -210,15 +212,22 @@ class AdmissionControl:
             expected = expected.times(planner.config.waiting_caution)
         if not expected.slots.any():
             return True
-        free = planner.free.copy()
-        earlier = [other for other in planner.promised() if other.limit_s <= limit and other.job_id != work.job_id]
-        fill(free, deadline_order(earlier), planner.now, {})
+        free = self._beside_earlier(limit)
         if free.slot_seconds(planner.now, limit) - expected.slot_seconds >= expected.footprint:
             return True
         left = free.copy()
         for start, end, slots in expected.reservations():
             left.withhold(start, end, slots)
         return minimum_share(left, work, planner.now) is not None
+
+    def _beside_earlier(self, limit: float) -> FreeCapacity:
+        """Return what is free beside the promises that end by a limit; the same ones are filled once a verdict."""
+        promised = [other for other in self.planner.promised() if other.job_id != self.job.job_id]
+        earlier = [other for other in promised if other.limit_s <= limit]
+        if len(earlier) not in self._filled:  # Of two limits, the later one's promises include the earlier one's.
+            free = self._filled[len(earlier)] = self.planner.free.copy()
+            fill(free, deadline_order(earlier), self.planner.now, {})
+        return self._filled[len(earlier)]
 
     @property
     def _trusting(self) -> bool:
@@ -327,8 +336,7 @@ class AdmissionControl:
         window = limit - now
         enough = None
         for size in work.sizes:
-            cost = max(0.0, work.since_s - now) if size == work.size else work.cost_of_change(now, size)
-            needed = cost + work.left_at(now) / work.speeds[size] + work.tail_s
+            needed = work.delay_s(now, size) + work.left_at(now) / work.speeds[size] + work.tail_s
             if needed <= window + TOLERANCE_S:
                 enough = (size, needed)
                 break

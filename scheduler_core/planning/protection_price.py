@@ -81,20 +81,20 @@ def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
     for size in work.sizes:
         if work.speeds[size] <= 0.0:
             continue  # not measured yet
-        cost = max(0.0, work.since_s - now) if size == work.size else work.cost_of_change(now, size)
-        seconds = cost + left / work.speeds[size] + work.tail_s
+        seconds = work.delay_s(now, size) + left / work.speeds[size] + work.tail_s
         if now + seconds <= limit_s + TOLERANCE_S:
             needed = size * seconds
             least = needed if least is None else min(least, needed)
     return least
 
 
-def _sure_part(times: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+def _sure_part(moments: NDArray[np.intp], weights: NDArray[np.float64]) -> float:
     """Return 1 less one standard error of a rate, as a fraction of it (Poisson), with Kish's effective sample size.
 
-    What comes together counts once: several jobs of one moment say nothing about how often such moments are.
+    ``moments``: the number of each arrival's moment. What comes together counts once: several jobs of one moment say
+    nothing about how often such moments are.
     """
-    each = np.bincount(np.unique(times, return_inverse=True)[1], weights)
+    each = np.bincount(moments, weights)
     total = float(each.sum())
     return max(0.0, 1.0 - math.sqrt(float((each**2).sum())) / total) if total > 0.0 else 0.0
 
@@ -152,6 +152,7 @@ class Protection:
         windows = known[cheaper, 2]
         ages = now - known[cheaper, 0]
         horizon = (times - now)[:, None]
+        moments = np.unique(ages, return_inverse=True)[1] if sure else None
         estimates = []
         for half_life in self.half_lives_s:
             decay = math.log(2.0) / half_life
@@ -161,8 +162,8 @@ class Protection:
             reach = self.reach * (min(half_life, now - first) if sure else half_life)
             ahead = np.clip(np.minimum(horizon, reach) - np.maximum(horizon - windows[None, :], 0.0), 0.0, None)
             estimate = ahead @ (weights * use) / observed
-            if sure:
-                estimate *= _sure_part(known[cheaper, 0], weights)
+            if moments is not None:
+                estimate *= _sure_part(moments, weights)
             estimates.append(estimate)
         found: NDArray[np.float64] = (np.min if agreed else np.max)(estimates, axis=0)
         return self.weight * found

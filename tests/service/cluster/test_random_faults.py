@@ -16,8 +16,8 @@ import pytest
 from support.cluster_trial import running
 from support.faulty_trial import FAULTY, NODES, FaultyRayTrial, FaultyTrial, suffer, two_on_one_slot
 from support.machines import need_namespaces
-from support.node_agents import TOKEN
 from support.ray_machines import RayMachines
+from support.ray_trial import on_ray
 from support.trial import trial_parts
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
@@ -56,29 +56,14 @@ def ray_trial(
     need_namespaces()
     pytest.importorskip("ray", reason="needs Ray: pip install elasticflow-airflow[ray]")
     parts = trial_parts(daemons, open_client, tmp_path, monkeypatch)
-    base = daemons.state_dir("state").parent
-    machines = RayMachines(NODES, own_folder=base / "locks")
-    for name, value in machines.ray_env.items():
-        monkeypatch.setenv(name, value)
-    trial = FaultyRayTrial(*parts, random=chance, history=history, machines=machines)
-    trial.settings = {
-        "engine": "ray",
-        "ray_address": machines.address,
-        "ray_reserved": True,
-        "node_folder": base / "nodes",
-        "shared_dir": base / "shared",
-        "node_token": TOKEN,
-        **FAULTY,
-    }
-    try:
+    machines = RayMachines(NODES, own_folder=daemons.state_dir("state").parent / "locks")
+    faulty = FaultyRayTrial(*parts, random=chance, history=history, machines=machines)
+    with on_ray(faulty, machines, monkeypatch, **FAULTY) as trial:
         machines.start_head()
         for index in range(NODES):
             machines.start_node(index)
         trial.start()
         yield trial
-    finally:
-        machines.close()
-    trial.end()
 
 
 def test_two_workers_on_one_slot_are_found() -> None:

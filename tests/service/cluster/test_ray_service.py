@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from support.machines import need_namespaces
-from support.node_agents import TOKEN
 from support.ray_machines import RayMachines
 from support.ray_provider import FileProvider
+from support.ray_trial import on_ray
 from support.trial import Trial, trial_parts
 
 pytest.importorskip("ray", reason="needs Ray: pip install elasticflow-airflow[ray]")
@@ -42,25 +42,9 @@ def empty(daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """No head and no node yet."""
     need_namespaces()
     parts = trial_parts(daemons, open_client, tmp_path, monkeypatch)
-    base = daemons.state_dir("state").parent
-    machines = RayMachines(3, own_folder=base / "locks")
-    for name, value in machines.ray_env.items():
-        monkeypatch.setenv(name, value)
-    trial = RayTrial(*parts, machines=machines)
-    trial.settings = {
-        "engine": "ray",
-        "ray_address": machines.address,
-        "ray_reserved": True,
-        "node_folder": base / "nodes",
-        "shared_dir": base / "shared",
-        "node_token": TOKEN,
-        "suspicion_s": 10,
-    }
-    try:
+    machines = RayMachines(3, own_folder=daemons.state_dir("state").parent / "locks")
+    with on_ray(RayTrial(*parts, machines=machines), machines, monkeypatch, suspicion_s=10) as trial:
         yield trial
-    finally:
-        machines.close()
-    trial.end()
 
 
 @pytest.fixture
