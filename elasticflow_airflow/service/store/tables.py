@@ -45,7 +45,7 @@ from elasticflow_airflow.service.store.documents.scheduler_values import StateDo
 from elasticflow_airflow.service.store.documents.speed_measurement import SpeedMeasurement
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 
-SCHEMA_HEAD = "0011"
+SCHEMA_HEAD = "0012"
 """Newest Alembic revision. A database at this revision is opened without loading Alembic."""
 
 
@@ -389,3 +389,67 @@ class RecurringTaskRow(Base):
     next_due_at: Mapped[float | None] = mapped_column(default=None, index=True)
     """The first of ``due``."""
     updated_at: Mapped[float]
+
+
+class LeaderRow(Base):
+    """The lease of who decides: one row. Its times are by the clock of the database.
+
+    Written outside of the writers' lock, always conditional on its epoch (see ``leadership/lease_table.py``).
+    """
+
+    __tablename__ = "leader"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    """Always 1."""
+    epoch: Mapped[int] = mapped_column(BigInteger)
+    """Grows by one with each change of the leader; 0: there never was one."""
+    holder: Mapped[str | None] = mapped_column(Text, default=None)
+    """The replica that leads; None after it has given up its lease."""
+    until_at: Mapped[float | None] = mapped_column(default=None)
+    """When the lease ends, unless it is renewed."""
+    url: Mapped[str | None] = mapped_column(Text, default=None)
+    """Where other replicas reach the holder."""
+    card: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    """Describes the holder to people."""
+    elected_at: Mapped[float | None] = mapped_column(default=None)
+    change: Mapped[str | None] = mapped_column(String(16), default=None)
+    """How the holder came to lead: "start", "hand-over" or "fail-over"."""
+    failed_over_at: Mapped[float | None] = mapped_column(default=None)
+    """When a leader was last replaced without having given up its lease."""
+    key_id: Mapped[str | None] = mapped_column(Text, default=None)
+    """Identifies the key that secrets are encrypted with: replicas with other keys are refused."""
+    schema_floor: Mapped[str] = mapped_column(String(32))
+    """The oldest revision that a service may know to use this database: later ones only added to it."""
+
+
+class ReplicaRow(Base):
+    """A service on this database, as it last said of itself."""
+
+    __tablename__ = "replica"
+
+    replica_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    url: Mapped[str | None] = mapped_column(Text, default=None)
+    card: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    seen_at: Mapped[float]
+    """By the clock of the database."""
+
+
+class EngineRecordRow(Base):
+    """What the engine must know of the gangs of a job, for the next leader."""
+
+    __tablename__ = "engine_record"
+
+    job_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    record: Mapped[dict[str, Any]]
+    epoch: Mapped[int] = mapped_column(BigInteger)
+    """Of the leader that wrote it."""
+
+
+class SnapshotRow(Base):
+    """The code of jobs by its hash, as an uncompressed tar, where replicas share it."""
+
+    __tablename__ = "snapshot"
+
+    sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
+    archive: Mapped[bytes] = mapped_column(LargeBinary)
+    stored_at: Mapped[float]
