@@ -21,7 +21,7 @@ from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.api.insight import WhatIfRequest
 from elasticflow_airflow.client import snapshot_folder
 from elasticflow_airflow.engines.fake.engine import FakeEngine, fake_nodes
-from elasticflow_airflow.service.daemon import assemble
+from elasticflow_airflow.service.assembly import assemble
 from elasticflow_airflow.service.loop import samples
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.settings import ServiceSettings

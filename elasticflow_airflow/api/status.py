@@ -243,8 +243,36 @@ class DrainRequest(Wire):
     until_at: UtcSeconds | None
 
 
+class ReplicaStatus(Wire):
+    """One of several services on one database. ``silent_s``: since when it was not heard of, in seconds."""
+
+    replica_id: str
+    role: Literal["leader", "follower"]
+    url: str | None = None
+    host: str = ""
+    version: str = ""
+    silent_s: float
+    is_gone: bool = False
+    """It was not heard of for so long that it is taken for gone."""
+
+
+class LeaderStatus(Wire):
+    """Which of several services on one database decides. Times are UTC seconds by the clock of the database."""
+
+    epoch: int
+    """Grows by one with each change of the leader."""
+    leader: str | None = None
+    """Its replica id; None: nobody decides at this moment."""
+    elected_at: float | None = None
+    change: str | None = None
+    """How it came to lead: "start", "hand-over" or "fail-over"."""
+    failed_over_at: float | None = None
+    """When a leader was last replaced because it was silent; None: never."""
+    replicas: list[ReplicaStatus] = Field(default_factory=list)
+
+
 class Health(Wire):
-    """Response to a health request."""
+    """Response to a health request. ``role`` is that of the service that was asked; None: it is the only one."""
 
     status: Literal["ok", "degraded"]
     version: str
@@ -256,3 +284,5 @@ class Health(Wire):
     live_jobs: int
     slots: list[SlotStatus] = Field(default_factory=list)
     problems: list[str] = Field(default_factory=list)
+    role: Literal["leader", "follower"] | None = None
+    leadership: LeaderStatus | None = None

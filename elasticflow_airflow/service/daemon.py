@@ -14,38 +14,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import structlog
 import uvicorn
-from sqlalchemy import Connection
 
 from elasticflow_airflow import __version__
 from elasticflow_airflow.api import ServiceCard
 from elasticflow_airflow.api.service_card import LOCK_FILE
-from elasticflow_airflow.engines.port import Engine, EngineError
-from elasticflow_airflow.service.autoscaling import CAPACITY_REST_S, Autoscaling
-from elasticflow_airflow.service.decisions.session_settings import trained_with
-from elasticflow_airflow.service.engine_choice import open_engine
+from elasticflow_airflow.engines.port import EngineError
 from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.http.connections import HEAD_LIMIT_BYTES, BoundedConnection
-from elasticflow_airflow.service.http.parts import InsightServices, ServiceParts, Traffic
-from elasticflow_airflow.service.job_files.candidates import CandidateService
-from elasticflow_airflow.service.job_files.snapshots import Snapshots
-from elasticflow_airflow.service.loop.reconcile import Reconciler
-from elasticflow_airflow.service.notify import Notifier
-from elasticflow_airflow.service.requests.capacity_service import CapacityService, CapacityWatch
-from elasticflow_airflow.service.requests.forecasting import ForecastService
-from elasticflow_airflow.service.requests.insight_service import InsightService
-from elasticflow_airflow.service.requests.job_service import JobService
-from elasticflow_airflow.service.requests.timetable_intake import CalendarService
-from elasticflow_airflow.service.requests.whatif import WhatIfService
-from elasticflow_airflow.service.secrets import SecretBox
+from elasticflow_airflow.service.http.parts import Traffic
+from elasticflow_airflow.service.office import Office, open_office
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.open_store import CANNOT_OPEN, refuse_emptied, why_not
-from elasticflow_airflow.service.store.service_lock import own
 from elasticflow_airflow.service.store.store import Store
 from elasticflow_airflow.service.telemetry.event_log_follower import EventLogFollower, write_to_log
 from elasticflow_airflow.service.telemetry.traces import traces_from_environment
@@ -107,152 +92,80 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
         )
     token, metrics_token = _token_for(settings, embedded), _metrics_token(settings)
     listener, where = _listen(settings, embedded)
-    owning, started_at, idle = ExitStack(), time.time(), threading.Event()
+    started_at, idle = time.time(), threading.Event()
     try:
-        notifier = Notifier()
         card = _write_card(settings.state_dir, where, started_at, embedded=embedded)
         with _explained(settings):
             refuse_emptied(settings.store_url(), settings.state_dir)
-            ownership = owning.enter_context(own(settings.store_url(), card.owner))
-        engine = _open_engine(settings)
-        with _explained(settings):
-            parts, reconciler, candidates = assemble(settings, engine, notifier, check=ownership.check)
-            traces = traces_from_environment()
-            follower = EventLogFollower(parts.store, notifier, [write_to_log, *([] if traces is None else [traces])])
-        store, traffic = parts.store, parts.traffic
-        parts.snapshots.remove_leftovers()
-        server = _OrderlyServer(
-            uvicorn.Config(
-                build_app(parts, token, metrics_token),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                http=BoundedConnection,
-                h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
-                ws="none",
-                ssl_certfile=settings.tls_cert if not embedded else None,
-                ssl_keyfile=settings.tls_key if not embedded else None,
-                timeout_graceful_shutdown=3,
-            )
-        )
-        lost: list[str] = []
-
-        def leave(reason: str) -> None:
-            lost.append(reason)
-            server.should_exit = True
-
-        ownership.watch(reconciler.begin_anew, leave)
-        _pass_signals_to(server, told_to_stop)
-        log.info("service started", version=__version__, endpoint=where, engine=engine.name, pid=os.getpid())
-        follower.start()
-        scaling = _autoscaling(settings, parts, engine)
-        if scaling is not None:
-            scaling.start()
-        loop = threading.Thread(target=reconciler.run, name="reconcile", daemon=True)
-        loop.start()
-        if embedded:
-            threading.Thread(
-                target=_leave_when_idle,
-                args=(server, store, traffic, settings.idle_exit_s, idle),
-                name="idle",
-                daemon=True,
-            ).start()
-        server.run(sockets=[listener])
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        reconciler.stop()
-        loop.join(settings.grace_s)
-        if scaling is not None:
-            scaling.close()
-        candidates.close()
-        follower.close()
-        if traces is not None:
-            traces.close()
-        engine.close()
-        store.close()
+            office = open_office(settings, card, told_to_stop.is_set)
+        try:
+            lost = _serve(settings, office, (token, metrics_token), (listener, where), told_to_stop, idle, embedded)
+        finally:
+            office.close()
+            office.parts.store.close()
         log.info("service stopped; workers go on")
         if lost:
             raise CannotServeError(lost[0])
     finally:
         _note_end(settings.state_dir, started_at, idle=idle.is_set())
-        owning.close()
         listener.close()
         if settings.host is None or embedded:
             (settings.state_dir / "service.sock").unlink(missing_ok=True)
 
 
-def assemble(
+def _serve(
     settings: ServiceSettings,
-    engine: Engine,
-    notifier: Notifier,
-    *,
-    clock: Callable[[], float] = time.time,
-    monotonic: Callable[[], float] = time.monotonic,
-    check: Callable[[Connection], None] = lambda _: None,
-) -> tuple[ServiceParts, Reconciler, CandidateService]:
-    """Assemble the service around an engine, for the daemon and for callers with their own clock.
-
-    ``check`` is called at each write and raises if this service does not own the database (see ``service_lock.py``).
-    The caller runs the loop, and closes the candidate service, the engine and the store.
-    """
-    store = Store(settings.store_url(), clock=clock, check=check)
-    snapshots = Snapshots(
-        settings.state_dir / "snapshots",
-        max_bytes=settings.snapshot_max_bytes,
-        max_files=settings.snapshot_max_files,
+    office: Office,
+    tokens: tuple[str | None, str | None],
+    listening: tuple[socket.socket, str],
+    told_to_stop: threading.Event,
+    idle: threading.Event,
+    embedded: bool,
+) -> list[str]:
+    """Answer requests until it is told to stop; returns why it had to end, if it had to."""
+    parts, (listener, where) = office.parts, listening
+    with _explained(settings):
+        traces = traces_from_environment()
+        follower = EventLogFollower(parts.store, parts.notifier, [write_to_log, *([] if traces is None else [traces])])
+    parts.snapshots.remove_leftovers()
+    server = _OrderlyServer(
+        uvicorn.Config(
+            build_app(parts, *tokens),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            http=BoundedConnection,
+            h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
+            ws="none",
+            ssl_certfile=settings.tls_cert if not embedded else None,
+            ssl_keyfile=settings.tls_key if not embedded else None,
+            timeout_graceful_shutdown=3,
+        )
     )
-    secrets = SecretBox(settings.state_dir / "secret.key")
-    candidates = CandidateService(engine.files, notifier.wake)
-    reconciler = Reconciler(
-        store, engine, settings, notifier, snapshots, secrets, candidates, clock=clock, monotonic=monotonic
-    )
-    forecasts = ForecastService(store, settings, reconciler.copy_scheduler, lambda: reconciler.device_type, clock=clock)
-    parts = ServiceParts(
-        store=store,
-        notifier=notifier,
-        snapshots=snapshots,
-        engine=engine,
-        job_service=JobService(
-            store,
-            notifier,
-            snapshots,
-            secrets,
-            settings,
-            engine.files,
-            slots=lambda: sum(node.slots for node in reconciler.nodes),
-            clock=clock,
-            renewals=reconciler.renewals,
-        ),
-        settings=settings,
-        nodes=lambda: reconciler.nodes,
-        problems=lambda: reconciler.problems,
-        traffic=Traffic(),
-        started_at=clock(),
-        forecasts=forecasts,
-        insight=InsightServices(
-            InsightService(
-                store,
-                reconciler.foresee,
-                lambda: reconciler.nodes,
-                partial(trained_with, settings=settings, snapshots=snapshots, files=engine.files),
-                clock=clock,
-            ),
-            WhatIfService(forecasts),
-            CalendarService(store, settings, reconciler.hear_of_runs, clock=clock),
-        ),
-        capacity=CapacityService(forecasts),
-    )
-    return parts, reconciler, candidates
+    lost: list[str] = []
 
+    def leave(reason: str) -> None:
+        lost.append(reason)
+        server.should_exit = True
 
-def _autoscaling(settings: ServiceSettings, parts: ServiceParts, engine: Engine) -> Autoscaling | None:
-    hours = settings.ray_autoscale_hours
-    if hours is None or parts.capacity is None:
-        return None
-    if settings.engine != "ray":
-        log.warning("ELASTICFLOW_RAY_AUTOSCALE_HOURS is set: it is ignored, since the engine is not ray")
-        return None
-    watch = CapacityWatch(parts.capacity, hours=hours, rest_s=CAPACITY_REST_S)
-    return Autoscaling(lambda: watch.look(0.0), parts.nodes, engine.want_nodes, unneeded_s=settings.ray_unneeded_s)
+    office.leave = leave
+    _pass_signals_to(server, told_to_stop, office.step_down)
+    log.info("service started", version=__version__, endpoint=where, engine=settings.engine, pid=os.getpid())
+    follower.start()
+    if embedded:
+        threading.Thread(
+            target=_leave_when_idle,
+            args=(server, parts.store, parts.traffic, settings.idle_exit_s, idle),
+            name="idle",
+            daemon=True,
+        ).start()
+    server.run(sockets=[listener])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    office.close()
+    follower.close()
+    if traces is not None:
+        traces.close()
+    return lost
 
 
 class _OrderlyServer(uvicorn.Server):
@@ -282,19 +195,20 @@ def _note_signals() -> threading.Event:
     return told_to_stop
 
 
-def _pass_signals_to(server: uvicorn.Server, told_to_stop: threading.Event) -> None:
-    """Let the server return at the first signal, also one from before, and at once at the second SIGINT."""
+def _pass_signals_to(server: uvicorn.Server, told_to_stop: threading.Event, step_down: Callable[[], None]) -> None:
+    """Let the server return at the first signal, also one from before, and at once at the second SIGINT.
+
+    Another replica takes over while the last requests are answered.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.handle_exit(number, frame)
+        step_down()
+
     for number in _STOP_SIGNALS:
-        signal.signal(number, server.handle_exit)
+        signal.signal(number, stop)
     if told_to_stop.is_set():
         server.should_exit = True
-
-
-def _open_engine(settings: ServiceSettings) -> Engine:
-    try:
-        return open_engine(settings)
-    except EngineError as error:
-        raise CannotServeError(str(error)) from error
 
 
 def _token_for(settings: ServiceSettings, embedded: bool) -> str | None:
@@ -353,9 +267,11 @@ def _listen(settings: ServiceSettings, embedded: bool) -> tuple[socket.socket, s
 
 @contextmanager
 def _explained(settings: ServiceSettings) -> Iterator[None]:
-    """Convert errors that keep the database from being used into a CannotServeError with one sentence."""
+    """Convert errors that keep database or engine from being used into a CannotServeError with one sentence."""
     try:
         yield
+    except EngineError as error:
+        raise CannotServeError(str(error)) from error
     except CANNOT_OPEN as error:
         raise CannotServeError(why_not(error, settings.store_url())) from error
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from elasticflow_airflow.runtime.stores.store import is_remote
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SCHEDULER_NAME = "elasticflow"
 """The only scheduler of the service, by its name among the policies of the simulator."""
+_REPLICA_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _NODE_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -49,6 +50,13 @@ class ServiceSettings(BaseSettings):
     tls_key: Path | None = None
     database_url: SecretStr | None = None
     """SQLAlchemy URL; default: SQLite in the state directory."""
+    advertise_url: str | None = None
+    """``"http://10.0.0.5:8321"``: where the other replicas on this PostgreSQL database reach this one; default: its
+    address toward the database, and its port."""
+    leader_lease_s: float = Field(default=5.0, ge=1.0, le=120.0)
+    """Of several replicas, one decides; when it has been silent for this time, another one takes over."""
+    leader_renew_s: float = Field(default=1.0, gt=0)
+    """How often the one that decides says so; at most a third of ``leader_lease_s``."""
 
     engine: Literal["local", "cluster", "ray", "fake"] = "local"
     """Where workers run: on this machine, on the machines of ``nodes``, or on those of a Ray cluster."""
@@ -217,6 +225,20 @@ class ServiceSettings(BaseSettings):
             raise ValueError(f"{twice[0]} is named twice")
         return value
 
+    @field_validator("advertise_url")
+    @classmethod
+    def _reachable(cls, value: str | None) -> str | None:
+        if value is not None and not _REPLICA_URL.fullmatch(value):
+            raise ValueError(f'{value!r} is no address of a replica; write "http://HOST:PORT" or "https://HOST:PORT"')
+        return value
+
+    @model_validator(mode="after")
+    def _lease_that_holds(self) -> ServiceSettings:
+        from elasticflow_airflow.service.leadership.lease import LeaseTerms
+
+        LeaseTerms(self.leader_lease_s, self.leader_renew_s)
+        return self
+
     @field_validator("policy")
     @classmethod
     def _served_policy(cls, value: str) -> str:
@@ -278,6 +300,11 @@ class ServiceSettings(BaseSettings):
     def read_metrics_token(self) -> str | None:
         """Return the token that grants access to ``/metrics`` only. Raises ValueError when its file holds none."""
         return _token(self.metrics_token, self.metrics_token_file)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several services may use the database."""
+        return self.store_url().startswith("postgresql")
 
     def store_url(self) -> str:
         """Return the SQLAlchemy URL of the store."""

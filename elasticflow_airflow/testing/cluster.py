@@ -23,7 +23,7 @@ from elasticflow_airflow.client import Endpoint
 from elasticflow_airflow.engines.fake.behaviour import FakeBehaviour
 from elasticflow_airflow.engines.port import GangSpec, GangState
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
-from elasticflow_airflow.service.daemon import assemble
+from elasticflow_airflow.service.assembly import assemble
 from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.settings import ServiceSettings

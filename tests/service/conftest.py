@@ -159,7 +159,7 @@ class World:
             self.snapshots,
             secrets,
             self.settings,
-            self.engine.files,
+            self.engine.files.exists,
             slots=lambda: sum(node.slots for node in self.reconciler.nodes),
             clock=self.clock,
             renewals=self.reconciler.renewals,

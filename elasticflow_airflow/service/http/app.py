@@ -1,7 +1,7 @@
 """The HTTP API: routes, error bodies, and the stream of events. All rules are elsewhere.
 
-Over TCP every route needs the token (a Unix socket is protected by its permissions). Only ``/healthz`` is open, and it
-reveals only that the service is running. Error bodies never repeat what was sent.
+Over TCP every route needs the token (a Unix socket is protected by its permissions). Only ``/healthz`` and ``/readyz``
+are open, and they reveal only that the service is running, and can answer. Error bodies never repeat what was sent.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from elasticflow_airflow.api import (
 )
 from elasticflow_airflow.bounds import MOST_COUNT, NAME_CHARACTERS, TEXT_CHARACTERS, clean_text
 from elasticflow_airflow.engines.port import EngineError
+from elasticflow_airflow.service.http.forwarding import Forwarding
 from elasticflow_airflow.service.http.lanes import Lanes
 from elasticflow_airflow.service.http.middleware import (
     BodyLimit,
@@ -96,6 +97,7 @@ def build_app(parts: ServiceParts, token: str | None, metrics_token: str | None 
     add_owners(app, parts, lanes)
     add_metrics(app, parts, lanes)
     add_doctor(app, parts, lanes)
+    app.add_middleware(Forwarding, parts=parts)
     app.add_middleware(BodyLimit)
     app.add_middleware(TokenGuard, token=token, metrics_token=metrics_token)
     app.add_middleware(TrafficCounter, traffic=parts.traffic)
@@ -167,7 +169,15 @@ def _what_is_wrong(error: RequestValidationError) -> str:
 def _add_health(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/healthz", response_class=PlainTextResponse)
     async def healthz() -> str:
-        """Whether somebody listens: the one route that needs no token."""
+        """Whether the process lives: it is to be restarted when this does not answer. Needs no token."""
+        return "ok"
+
+    @app.get("/readyz", response_class=PlainTextResponse)
+    @lanes.reading
+    def readyz() -> str:
+        """Whether requests can be sent here: it can use its database. Leader and followers alike. Needs no token."""
+        with parts.store.read() as reader:
+            reader.last_event_id()
         return "ok"
 
     @app.get("/v1/version")
@@ -186,13 +196,15 @@ def _add_health(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         return Health(
             status="degraded" if problems else "ok",
             version=__version__,
-            engine=parts.engine.name,
+            engine=parts.engine_name,
             pid=os.getpid(),
             started_at=parts.started_at,
             state_dir=str(parts.settings.state_dir),
             live_jobs=live,
             slots=slots,
             problems=problems,
+            role=None if parts.replicas is None else parts.replicas.role,
+            leadership=None if parts.replicas is None else parts.replicas.status(),
         )
 
 
@@ -298,7 +310,7 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
             row = reader.incarnation(job_id, of)
         secrets = {} if row is None else _secrets_of(parts, row)
         try:
-            return read_piece(partial(parts.engine.read_log, job_id, of, log_name), offset, limit, secrets.values())
+            return read_piece(partial(parts.engine().read_log, job_id, of, log_name), offset, limit, secrets.values())
         except EngineError as error:
             raise Refusal(503, "log_not_readable", str(error), "ask again in a moment") from error
         except KeyError as error:

@@ -19,6 +19,8 @@ from elasticflow_airflow.service.refusal import Refusal
 BODY_LIMIT_BYTES = 4 << 20
 LIMITS_BYTES = {"/v1/calendar": 8 << 20}
 """The limits of routes that accept more, such as the due runs of a whole Airflow."""
+OPEN_PATHS = ("/healthz", "/readyz")
+"""Routes without a token."""
 _OWN_LIMIT = "/v1/snapshots/"
 """Uploads are written to disk as they arrive, and are limited there."""
 _MARKS = [(API_HEADER.lower().encode(), API_VERSION.encode()), (VERSION_HEADER.lower().encode(), __version__.encode())]
@@ -70,7 +72,7 @@ class TokenGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
-        if scope["type"] == "http" and self._expected is not None and scope["path"] != "/healthz":
+        if scope["type"] == "http" and self._expected is not None and scope["path"] not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected) and not self._may_read_metrics(scope["path"], given):
                 what = "wrong" if given else "missing"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from elasticflow_airflow.engines.port import Engine, EngineNode
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
+from elasticflow_airflow.service.leadership.replicas import Replicas
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.requests.capacity_service import CapacityService
 from elasticflow_airflow.service.requests.forecasting import ForecastService
@@ -38,12 +39,16 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class ServiceParts:
-    """Everything that the routes use. ``nodes`` and ``problems`` query the loop."""
+    """Everything that the routes use. ``nodes`` and ``problems`` query the loop.
+
+    ``engine`` raises Refusal 503 where this process does not decide. ``replicas``: None where there can be one only.
+    """
 
     store: Store
     notifier: Notifier
     snapshots: Snapshots
-    engine: Engine
+    engine: Callable[[], Engine]
+    engine_name: str
     job_service: JobService
     settings: ServiceSettings
     nodes: Callable[[], tuple[EngineNode, ...]]
@@ -53,3 +58,6 @@ class ServiceParts:
     forecasts: ForecastService | None = None
     insight: InsightServices | None = None
     capacity: CapacityService | None = None
+    replicas: Replicas | None = None
+    decides: Callable[[], bool] = lambda: True
+    """Whether the loop runs in this process now."""

@@ -79,7 +79,11 @@ class Reconciler:
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        renewals: Renewals | None = None,
+        begins: str = "the service has started",
     ) -> None:
+        """``renewals``: of a process in which handlers go on while loops come and go; ``begins``: how this one came."""
+        self._begins = begins
         self._store, self._engine, self._settings, self._notifier = store, engine, settings, notifier
         self._box, self._candidate_service, self._clock, self._monotonic = secrets, candidate_service, clock, monotonic
         self._leftovers = unknown_gangs.Leftovers()
@@ -87,7 +91,7 @@ class Reconciler:
             engine, settings, snapshots, self._secrets_of, monotonic, self._leftovers, self._with_gangs
         )
         self._inbox = observing.Inbox()
-        self.renewals = Renewals()
+        self.renewals = renewals or Renewals()
         """Requests of owners for their jobs, counted in the handlers' threads."""
         self._leases = introducing.Leases(self.renewals)
         self._hang_detector = watching.HangDetector()
@@ -177,11 +181,6 @@ class Reconciler:
         """Have the next pass tell the scheduler about due runs that were stored meanwhile. Thread-safe."""
         self._recurring_runs.hear()
         self._notifier.wake()
-
-    def begin_anew(self) -> None:
-        """Have the next pass start from the store, as another process may have decided meanwhile. Thread-safe."""
-        with self._thinking:
-            self._scheduler = None
 
     def stop(self) -> None:
         """Have :meth:`run` return after the current pass; gangs keep running."""
@@ -418,7 +417,7 @@ class Reconciler:
         context.wake_at = None
         record_all(context, decisions)
         if states and not self._has_begun:
-            reason = Reason("the service has started and goes on with {jobs:#job}", jobs=len(states))
+            reason = Reason(f"{self._begins} and goes on with {{jobs:#job}}", jobs=len(states))
             context.tx.add_event(EventKind.SERVICE_STARTED, reason)
         return scheduler
 

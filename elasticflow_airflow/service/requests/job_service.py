@@ -6,6 +6,7 @@ request that waits for an answer holds no thread (``job_routes``). Calls neither
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from elasticflow_airflow.api import (
     JobSubmission,
     State,
 )
-from elasticflow_airflow.engines.job_files import JobFiles
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.job_files.snapshots import SHA256, Snapshots
 from elasticflow_airflow.service.notify import Notifier
@@ -65,18 +65,23 @@ class Submitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobService:
-    """Handles every call about jobs. ``slots`` returns the total number of slots, 0 if unknown."""
+    """Handles every call about jobs.
+
+    ``slots`` returns the total number of slots, 0 if unknown; ``has_files`` whether an incarnation of a job has files.
+    ``hears_renewals``: whether whoever decides sees ``renewals``; otherwise they are also written, though not each.
+    """
 
     store: Store
     notifier: Notifier
     snapshots: Snapshots
     secrets: SecretBox
     settings: ServiceSettings
-    files: JobFiles
+    has_files: Callable[[str, int], bool]
     slots: Callable[[], int]
     clock: Callable[[], float]
     renewals: Renewals = field(default_factory=Renewals)
     """Tells the loop which jobs were asked for."""
+    hears_renewals: Callable[[], bool] = lambda: True
 
     def submit(self, job_id: str, submission: JobSubmission) -> Submitted:
         """Attach to an equal job that is live or not acknowledged yet, or open a new incarnation.
@@ -161,7 +166,8 @@ class JobService:
         """Renew the leases of several jobs, each with its claim; returns an answer for each, in the same order.
 
         Nothing is written except for a lease that is half over: the loop decides on silent jobs by the count in the
-        store, and would otherwise miss a client that returns just then.
+        store, and would otherwise miss a client that returns just then. Where another process decides, what was last
+        written must not be older than a quarter of the lease.
         """
         with self.store.read() as reader:
             found = reader.current_of({job_id for job_id, _ in asked})
@@ -170,9 +176,10 @@ class JobService:
         for row in heard:
             self.renewals.add(row.job_id, row.incarnation)
         now = self.clock()
-        late = [
-            row for row in heard if row.lease_expires_at is not None and row.lease_expires_at - now < row.lease_s / 2
-        ]
+        if self.hears_renewals():
+            late = [row for row in heard if (row.lease_expires_at or math.inf) - now < row.lease_s / 2]
+        else:
+            late = [row for row in heard if row.heard_at is None or now - row.heard_at > row.lease_s / 4]
         if late:
             with self.store.write() as tx:
                 for key in {(row.job_id, row.incarnation) for row in late}:
@@ -372,7 +379,7 @@ class JobService:
     ) -> IncarnationRow:
         """Open a new incarnation. It takes over the progress of the ``resumed`` one when that has ended."""
         job.incarnation += 1
-        while self.files.exists(job.job_id, job.incarnation):
+        while self.has_files(job.job_id, job.incarnation):
             job.incarnation += 1  # This folder belongs to a lost database: no training continues from it.
         init_from = submission.init_from
         if init_from == "latest":

@@ -7,7 +7,9 @@ before it writes therefore holds. Knows nothing of scheduling or HTTP.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import re
 import sqlite3
 import threading
 import time
@@ -151,8 +153,32 @@ _OPEN_AMENDMENTS = sa.select(AmendmentRow).where(AmendmentRow.answer.is_(None)).
 _DRAINS = sa.select(DrainRow)
 _AVOIDED = sa.select(AvoidedSlotRow).order_by(AvoidedSlotRow.node_id, AvoidedSlotRow.slot_index)
 _RARE = sa.select(sa.exists(_OPEN_AMENDMENTS.order_by(None)), sa.exists(_DRAINS), sa.exists(_AVOIDED.order_by(None)))
+_WANTS_ATTENTION = sa.select(
+    sa.or_(
+        sa.exists(_NOT_INTRODUCED),
+        sa.exists(_OPEN_AMENDMENTS.order_by(None)),
+        sa.exists(
+            sa.select(IncarnationRow.job_id).where(
+                IncarnationRow.terminal.is_(False), IncarnationRow.cancel_reason.is_not(None)
+            )
+        ),
+    )
+)
 _WRITES, _NO_TRANSACTION = "elasticflow_write", "elasticflow_no_transaction"
 _WRITE_LOCK_KEY = 0x456C4673  # any constant; all writers must use the same one
+_IDLE_LIMIT = "3s"
+"""The server ends a write transaction whose process stands still for so long: others wait for its lock."""
+_BEGIN_WRITING = sa.text(
+    "SELECT set_config('idle_in_transaction_session_timeout', :limit, true), pg_advisory_xact_lock(:key)"
+)
+_TELL = sa.text("SELECT pg_notify(:channel, :me)")
+
+
+class LostOwnershipError(sa.exc.OperationalError):
+    """This process may not decide now: nothing of its decisions may be written."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(None, None, RuntimeError(reason))
 
 
 def in_parts(ids: Sequence[_I]) -> Iterator[Sequence[_I]]:
@@ -568,6 +594,10 @@ class Reader:
             query = query.where(EventRow.job_id == job_id)
         return list(self.session.scalars(query))
 
+    def wants_attention(self) -> bool:
+        """Return whether the loop has something to do that a handler has written."""
+        return bool(self.session.scalar(_WANTS_ATTENTION))
+
     def last_event_id(self) -> int:
         """Return the id of the newest event; 0 when there is none."""
         return self.session.scalar(sa.select(sa.func.max(EventRow.event_id))) or 0
@@ -680,15 +710,10 @@ class Writer(Reader):
 class Store:
     """Opens sessions on one database. Thread-safe."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        clock: Callable[[], float] = time.time,
-        check: Callable[[sa.Connection], None] = lambda _: None,
-    ) -> None:
-        """``check`` is called in each write transaction; it raises when this process may no longer write."""
-        self.clock, self._check = clock, check
+    def __init__(self, url: str, *, clock: Callable[[], float] = time.time, replica_id: str | None = None) -> None:
+        """``replica_id``: with PostgreSQL, other replicas hear of each write of this one (``leadership/news.py``)."""
+        self.clock, self._replica_id = clock, replica_id
+        self._check: Callable[[sa.Connection], None] = lambda _: None
         self._writing = threading.RLock()
         self.engine = _open_engine(url)
         ensure_schema(self.engine)
@@ -699,7 +724,18 @@ class Store:
         alone = {"isolation_level": "AUTOCOMMIT"} if postgresql else {_NO_TRANSACTION: True}
         self.engine_without_transactions = self.engine.execution_options(**alone)
         """Each statement is its own transaction."""
+        self.channel = _channel_of(self.engine) if postgresql else ""
+        """Where notifications of replicas on this database are heard."""
         self._engine_for_writing = self.engine.execution_options(**{_WRITES: True})
+
+    def for_decisions(self, check: Callable[[sa.Connection], None]) -> Store:
+        """Return the same store for the loop: ``check`` is called in each write transaction before anything is read.
+
+        It raises LostOwnershipError when this process may no longer decide.
+        """
+        store = copy.copy(self)
+        store._check = check
+        return store
 
     def close(self) -> None:
         """Close all connections."""
@@ -729,7 +765,9 @@ class Store:
             session.bind = self._engine_for_writing
             connection = session.connection()
             if connection.dialect.name == "postgresql":
-                connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITE_LOCK_KEY})
+                connection.execute(_BEGIN_WRITING, {"key": _WRITE_LOCK_KEY, "limit": _IDLE_LIMIT})
+                if self._replica_id is not None:  # Heard when, and only if, the transaction is committed.
+                    connection.execute(_TELL, {"channel": self.channel, "me": self._replica_id})
             self._check(connection)
             yield
 
@@ -776,6 +814,13 @@ def _open_engine(url: str) -> sa.Engine:
             connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get(_WRITES) else "BEGIN")
 
     return engine
+
+
+def _channel_of(engine: sa.Engine) -> str:
+    """Return a name of the channel: services on two schemas of a database do not hear each other."""
+    with engine.connect() as connection:
+        schema = connection.execute(sa.text("SELECT current_schema()")).scalar()
+    return re.sub("[^a-z0-9_]", "_", f"elasticflow_{schema}".lower())[:63]
 
 
 def _switch_to_wal(cursor: Any) -> None:

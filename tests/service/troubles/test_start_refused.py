@@ -10,6 +10,8 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ import pytest
 import sqlalchemy as sa
 import structlog
 
-from elasticflow_airflow.api import EventKind
 from elasticflow_airflow.client import EmbeddedStartError, Endpoint, ensure_service
 from elasticflow_airflow.service.__main__ import main
 from elasticflow_airflow.service.store import service_lock
-from elasticflow_airflow.service.store.store import DATABASE_AWAY, Store
+from elasticflow_airflow.service.store.migrate import current_revision
+from elasticflow_airflow.service.store.store import Store
 
 
 @pytest.fixture
@@ -188,76 +190,52 @@ def test_a_second_service_on_one_database_is_refused_and_named_the_first(daemons
     assert client.health().pid == third.pid
 
 
-class Watched:
-    """What the watcher of an ownership has said."""
-
-    def __init__(self) -> None:
-        self.again, self.lost = 0, list[str]()
-
-    def count(self) -> None:
-        self.again += 1
-
-
-def write(store: Store) -> None:
-    with store.write() as tx:
-        tx.add_event(EventKind.SERVICE_STARTED, "somebody writes")
-
-
-def cut(url: str) -> None:
-    """The server ends the connection that owns the database, as when the network or the server itself fails."""
-    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+@pytest.fixture
+def older_service(postgres_url: str) -> Iterator[sa.Connection]:
+    """A service of a release before the lease owns the database, as far as others can see."""
+    card = '{"pid": 7, "host": "old.example", "endpoint": "http://old.example:8321"}'
+    engine = sa.create_engine(postgres_url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
-        connection.execute(
-            sa.text(
-                "SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2"
-                " AND pid <> pg_backend_pid()"
-            )
-        )
+        statement = f"SELECT pg_try_advisory_lock({0x456C4674}, hashtext(current_schema()::text))"
+        assert connection.exec_driver_sql(f"/* elasticflow {card} */ {statement}").scalar()
+        yield connection
     engine.dispose()
 
 
 @pytest.mark.postgres
-def test_who_lost_the_connection_writes_nothing_until_it_owns_the_database_again(postgres_url, wait):
-    watched = Watched()
-    with service_lock.own(postgres_url, {"pid": 1}) as owner:
-        store = Store(postgres_url, check=owner.check)
-        write(store)
-        cut(postgres_url)
-        with pytest.raises(DATABASE_AWAY, match="was lost"):
-            write(store)
-        owner.watch(watched.count, watched.lost.append)
-        wait(lambda: watched.again, "it owns the database again")
-        wait(lambda: owner._held_by, "it says so")
-        write(store)
-        store.close()
-    assert (watched.again, watched.lost) == (1, [])
+def test_a_database_is_not_upgraded_before_a_service_of_an_earlier_release_has_ended(postgres_url, older_service):
+    waits: list[str] = []
+    begun = threading.Event()
+
+    def upgrade() -> None:
+        with service_lock.without_older_services(postgres_url, waits.append, lambda: False):
+            Store(postgres_url).close()
+        begun.set()
+
+    thread = threading.Thread(target=upgrade)
+    thread.start()
+    assert not begun.wait(2.0)
+    assert current_revision(older_service.engine) is None
+    (said,) = waits
+    assert said.startswith("a service of an earlier release uses this database (host old.example, pid 7, at http://old")
+    older_service.invalidate()  # as when it is killed
+    older_service.close()
+    assert begun.wait(10.0)
+    thread.join()
 
 
 @pytest.mark.postgres
-def test_who_lost_the_connection_to_another_service_leaves(postgres_url, wait):
-    watched = Watched()
-    with service_lock.own(postgres_url, {"pid": 1}) as one:
-        store = Store(postgres_url, check=one.check)
-        cut(postgres_url)
-        with service_lock.own(postgres_url, {"pid": 2, "endpoint": "http://there:8321"}) as other:
-            one.watch(watched.count, watched.lost.append)
-            wait(lambda: watched.lost, "it is told to leave")
-            assert "pid 2, at http://there:8321" in watched.lost[0]
-            with pytest.raises(DATABASE_AWAY):
-                write(store)
-            others = Store(postgres_url, check=other.check)
-            write(others)
-            others.close()
-        store.close()
-    assert watched.again == 0
+def test_who_waits_for_a_service_of_an_earlier_release_can_be_told_to_stop(postgres_url, older_service):
+    with (
+        pytest.raises(service_lock.OwnedError, match="earlier release uses this database"),
+        service_lock.without_older_services(postgres_url, lambda _: None, lambda: True),
+    ):
+        raise AssertionError("it must not begin")
 
 
 @pytest.mark.postgres
-def test_services_on_two_schemas_of_a_database_are_two(postgres_url):
-    engine = sa.create_engine(postgres_url)
-    with engine.begin() as connection:
-        connection.execute(sa.text("CREATE SCHEMA other"))
-    engine.dispose()
-    other = f"{postgres_url}&options=-csearch_path%3Dother"
-    with service_lock.own(postgres_url, {}), service_lock.own(other, {}), pytest.raises(service_lock.OwnedError):
-        service_lock.own(postgres_url, {}).__enter__()
+def test_what_was_upgraded_is_opened_at_once(postgres_url, older_service):
+    """Services before the lease refuse such a database by its schema."""
+    Store(postgres_url).close()
+    with service_lock.without_older_services(postgres_url, lambda _: None, lambda: True):
+        pass

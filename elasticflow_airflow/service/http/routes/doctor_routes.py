@@ -68,7 +68,7 @@ def add_doctor(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
 
 def _running(parts: ServiceParts) -> list[Finding]:
     named = [look_at_interpreter(python) for python in _named_interpreters(parts)]
-    of_nodes = parts.engine.problems()
+    of_nodes = parts.engine().problems() if parts.decides() else []
     others = [said for said in parts.problems() if said not in of_nodes]
     looked = [_loop("; ".join(others)), _slots(parts), _database(parts), _token(parts.settings), *named]
     return [
@@ -267,7 +267,9 @@ def _would_offer(settings: ServiceSettings) -> Sequence[EngineNode]:
 
 
 def _slots(parts: ServiceParts) -> Finding:
-    return _offered(parts.nodes(), parts.engine.name)
+    if not parts.decides():
+        return ok("slots", "this replica follows: the one that decides knows the nodes (see `elasticflow health`)")
+    return _offered(parts.nodes(), parts.engine_name)
 
 
 def _offered(nodes: Sequence[EngineNode], engine: str) -> Finding:

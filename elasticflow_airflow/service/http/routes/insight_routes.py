@@ -88,7 +88,7 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         parts.job_service.status(job_id)
         at = time.time()
         try:
-            return StackDump(job_id=job_id, at=at, stacks=dict(parts.engine.stacks(job_id)))
+            return StackDump(job_id=job_id, at=at, stacks=dict(parts.engine().stacks(job_id)))
         except EngineError as error:
             raise Refusal(503, "no_stacks", str(error), "ask again in a moment") from error
 

@@ -65,7 +65,10 @@ class MetricsCollector:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics, from one snapshot of the store."""
+        """Yield all metrics, from one snapshot of the store; of a follower, only those of the process itself."""
+        if not self._parts.decides():
+            yield from self._itself()
+            return
         with self._lock, self._parts.store.read() as reader:
             self._tallies.catch_up(reader)
             found = reader.undrained()
@@ -129,12 +132,17 @@ class MetricsCollector:
     def _itself(self) -> Iterator[Metric]:
         parts = self._parts
         info = GaugeMetricFamily("elasticflow_build_info", "Versions.", labels=["version", "api", "engine", "policy"])
-        info.add_metric([__version__, API_VERSION, parts.engine.name, parts.settings.policy], 1)
+        info.add_metric([__version__, API_VERSION, parts.engine_name, parts.settings.policy], 1)
         yield info
         healthy = not parts.problems()
-        yield GaugeMetricFamily("elasticflow_healthy", "1 while the scheduling loop does not fail.", value=healthy)
-        # Only one process per database decides; it holds the lock of its state directory.
-        yield GaugeMetricFamily("elasticflow_leader", "1 where the scheduling loop runs.", value=1)
+        yield GaugeMetricFamily("elasticflow_healthy", "1 while the service has no problem.", value=healthy)
+        yield GaugeMetricFamily("elasticflow_leader", "1 where the scheduling loop runs.", value=parts.decides())
+        view = None if parts.replicas is None else parts.replicas.view
+        if view is not None:
+            said = "Number of the leader, which grows with each change of it."
+            yield GaugeMetricFamily("elasticflow_leader_epoch", said, value=view.epoch)
+            said = "When a silent leader was last replaced, in UTC seconds; 0: never."
+            yield GaugeMetricFamily("elasticflow_failed_over_timestamp_seconds", said, value=view.failed_over_at or 0.0)
         free = shutil.disk_usage(parts.settings.state_dir).free
         yield GaugeMetricFamily("elasticflow_state_free_bytes", "Room left for checkpoints and state.", value=free)
 

@@ -1,0 +1,1 @@
+"""Several services on one database: which one decides, and how another one takes over."""
