@@ -34,6 +34,7 @@ from elasticflow_airflow.service.http.connections import HEAD_LIMIT_BYTES, Bound
 from elasticflow_airflow.service.http.parts import InsightServices, ServiceParts, Traffic
 from elasticflow_airflow.service.job_files.candidates import CandidateService
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
+from elasticflow_airflow.service.leadership.shared_key import OtherKeyError, agree_on_key
 from elasticflow_airflow.service.loop.reconcile import Reconciler
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.requests.capacity_service import CapacityService, CapacityWatch
@@ -42,10 +43,11 @@ from elasticflow_airflow.service.requests.insight_service import InsightService
 from elasticflow_airflow.service.requests.job_service import JobService
 from elasticflow_airflow.service.requests.timetable_intake import CalendarService
 from elasticflow_airflow.service.requests.whatif import WhatIfService
-from elasticflow_airflow.service.secrets import SecretBox
+from elasticflow_airflow.service.secrets import SecretBox, SecretError
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.open_store import CANNOT_OPEN, refuse_emptied, why_not
 from elasticflow_airflow.service.store.service_lock import own
+from elasticflow_airflow.service.store.snapshot_archives import SnapshotArchives
 from elasticflow_airflow.service.store.store import Store
 from elasticflow_airflow.service.telemetry.event_log_follower import EventLogFollower, write_to_log
 from elasticflow_airflow.service.telemetry.traces import traces_from_environment
@@ -106,6 +108,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
             confidence=settings.confidence,
         )
     token, metrics_token = _token_for(settings, embedded), _metrics_token(settings)
+    _check_secret_keys(settings)
     listener, where = _listen(settings, embedded)
     owning, started_at, idle = ExitStack(), time.time(), threading.Event()
     try:
@@ -121,6 +124,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
             follower = EventLogFollower(parts.store, notifier, [write_to_log, *([] if traces is None else [traces])])
         store, traffic = parts.store, parts.traffic
         parts.snapshots.remove_leftovers()
+        _share_code(parts, settings)
         server = _OrderlyServer(
             uvicorn.Config(
                 build_app(parts, token, metrics_token),
@@ -192,15 +196,19 @@ def assemble(
     """Assemble the service around an engine, for the daemon and for callers with their own clock.
 
     ``check`` is called at each write and raises if this service does not own the database (see ``service_lock.py``).
-    The caller runs the loop, and closes the candidate service, the engine and the store.
+    The caller runs the loop, and closes the candidate service, the engine and the store. Raises OtherKeyError when the
+    services on a shared database have another key, and SecretError or ValueError when the own key cannot be read.
     """
+    secrets = SecretBox(settings.state_dir / "secret.key", settings.read_secret_keys())
     store = Store(settings.store_url(), clock=clock, check=check)
     snapshots = Snapshots(
         settings.state_dir / "snapshots",
         max_bytes=settings.snapshot_max_bytes,
         max_files=settings.snapshot_max_files,
+        archives=SnapshotArchives(store) if store.is_shared else None,
     )
-    secrets = SecretBox(settings.state_dir / "secret.key")
+    if store.is_shared:
+        agree_on_key(store, secrets)
     candidates = CandidateService(engine.files, notifier.wake)
     reconciler = Reconciler(
         store, engine, settings, notifier, snapshots, secrets, candidates, clock=clock, monotonic=monotonic
@@ -319,6 +327,26 @@ def _metrics_token(settings: ServiceSettings) -> str | None:
         raise CannotServeError(str(error)) from error
 
 
+def _check_secret_keys(settings: ServiceSettings) -> None:
+    try:
+        settings.read_secret_keys()
+    except ValueError as error:
+        raise CannotServeError(str(error)) from error
+
+
+def _share_code(parts: ServiceParts, settings: ServiceSettings) -> None:
+    """Store code that an earlier release has kept in the folder only; a disk that fails costs no start."""
+    if not parts.store.is_shared:
+        return
+    with _explained(settings):
+        with parts.store.read() as reader:
+            in_use = reader.snapshots_in_use()
+        try:
+            parts.snapshots.share(in_use)
+        except OSError as error:
+            log.warning("the code of jobs could not be stored in the database", error=str(error))
+
+
 def _listen(settings: ServiceSettings, embedded: bool) -> tuple[socket.socket, str]:
     if settings.host is not None and not embedded:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -356,6 +384,8 @@ def _explained(settings: ServiceSettings) -> Iterator[None]:
     """Convert errors that keep the database from being used into a CannotServeError with one sentence."""
     try:
         yield
+    except (OtherKeyError, SecretError) as error:
+        raise CannotServeError(str(error)) from error
     except CANNOT_OPEN as error:
         raise CannotServeError(why_not(error, settings.store_url())) from error
 
