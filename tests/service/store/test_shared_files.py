@@ -476,7 +476,7 @@ def test_a_service_that_did_not_take_the_code_checks_the_script_and_names_what_c
     (tmp_path / "third").mkdir()
     (tmp_path / "third" / "other.py").touch()
     third = upload(one.snapshots, snapshot_folder(tmp_path / "third").tar)
-    with pytest.raises(Refusal, match="'train.py' is not in the uploaded code"):
+    with pytest.raises(Refusal, match=r"'train.py' is not in the uploaded code"):
         other.submit(third)
     with pytest.raises(Refusal, match="was not uploaded"):
         other.submit("0" * 64)

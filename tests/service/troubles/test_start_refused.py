@@ -17,11 +17,18 @@ import pytest
 import sqlalchemy as sa
 import structlog
 
-from elasticflow_airflow.api import EventKind
-from elasticflow_airflow.client import EmbeddedStartError, Endpoint, ensure_service
+from elasticflow_airflow.api import Command, EventKind, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.client import (
+    ElasticFlowClient,
+    EmbeddedStartError,
+    Endpoint,
+    ensure_service,
+    snapshot_folder,
+)
 from elasticflow_airflow.service.__main__ import main
 from elasticflow_airflow.service.store import service_lock
 from elasticflow_airflow.service.store.store import DATABASE_AWAY, Store
+from elasticflow_airflow.service.store.tables import SnapshotRow
 
 
 @pytest.fixture
@@ -119,6 +126,18 @@ def test_a_database_that_is_not_there_is_told_in_one_sentence(start, url, said):
     assert len(lines) == 1, lines
     assert re.search(said, lines[0]), lines
     assert "hunter2" not in lines[0]
+
+
+def test_keys_of_secrets_that_are_none_are_told_in_one_sentence(start, tmp_path):
+    assert start(secret_key_file=tmp_path / "missing")[0] == 1
+    (tmp_path / "keys").write_text("hunter2-secret\n")
+    status, lines = start(secret_key_file=tmp_path / "keys")
+    assert (status, len(lines)) == (1, 1), lines
+    assert re.match(r"elasticflow: the file of secret keys \S+/keys: key 1 of 1 is no Fernet key: make one", lines[0])
+    status, said = start(secret_key="hunter2-secret")
+    assert (status, len(said)) == (2, 1), said
+    assert said[0].startswith("elasticflow: ELASTICFLOW_SECRET_KEY: key 1 of 1 is no Fernet key: make one with: python")
+    assert "hunter2" not in said[0] + lines[0]
 
 
 @pytest.mark.slow
@@ -261,3 +280,58 @@ def test_services_on_two_schemas_of_a_database_are_two(postgres_url):
     other = f"{postgres_url}&options=-csearch_path%3Dother"
     with service_lock.own(postgres_url, {}), service_lock.own(other, {}), pytest.raises(service_lock.OwnedError):
         service_lock.own(postgres_url, {}).__enter__()
+
+
+# -- folders that differ -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.postgres
+def test_a_service_with_a_folder_of_its_own_takes_over_with_the_same_key_only(daemons, open_client, postgres_url, wait):
+    def serve(name: str, **settings: object) -> tuple[ElasticFlowClient, subprocess.Popen[bytes]]:
+        process = daemons.popen(name, stderr=subprocess.DEVNULL, database_url=postgres_url, **settings)
+        client = open_client(Endpoint(socket_path=daemons.state_dir(name) / "service.sock"))
+        client.retry_for_s = 60.0
+        assert client.health().pid == process.pid
+        return client, process
+
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+
+    code = daemons.base / "code"
+    code.mkdir()
+    (code / "train.py").write_text("print('training')")
+    snapshot = snapshot_folder(code)
+    client, first = serve("first")
+    client.upload_snapshot(snapshot)
+    identity = JobIdentity(dag_id="daily", run_id="run1", task_id="train")
+    job = client.submit(
+        JobSubmission(
+            identity=identity,
+            command=Command(snapshot=snapshot.sha256, script="train.py"),
+            length=Length(steps=1_000_000),
+            global_batch_size=8,
+            best_effort=True,
+            secret_env={"TOKEN": "hunter2"},
+        )
+    )
+    kill(first)
+    store = Store(postgres_url)
+    with store.write() as tx:
+        tx.session.execute(sa.delete(SnapshotRow))  # As a release without this table has left it.
+    _, again = serve("first")
+    with store.read() as reader:
+        assert reader.session.get(SnapshotRow, snapshot.sha256).archive == snapshot.tar
+    kill(again)
+    other = daemons.popen("second", database_url=postgres_url)
+    _, said = other.communicate(timeout=60)
+    lines = said.decode().splitlines()
+    assert (other.returncode, len(lines)) == (1, 1), lines
+    assert "which this service does not have" in lines[0]
+    key = (daemons.state_dir("first") / "secret.key").read_text()
+    assert key not in lines[0]
+    client, _ = serve("second", secret_key=key)
+    assert not client.status(job.job.job_id).state.terminal
+    unpacked = daemons.state_dir("second") / "snapshots" / snapshot.sha256 / "train.py"
+    wait(unpacked.is_file, "it has the code that the first service took")
+    store.close()
