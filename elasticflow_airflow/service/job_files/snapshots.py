@@ -240,7 +240,7 @@ class Snapshots:
             except OSError as error:
                 log.warning("code that is no longer used could not be removed", path=str(path), error=str(error))
         now_s = time.monotonic()
-        self._known_until_s = {one: until_s for one, until_s in self._known_until_s.items() if until_s > now_s}
+        self._known_until_s = {one: until_s for one, until_s in list(self._known_until_s.items()) if until_s > now_s}
 
     def _note_use(self, folder: Path) -> bool:
         """Keep a folder of the cache for longer; returns False if it has just been removed as unused."""

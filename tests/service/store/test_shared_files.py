@@ -523,7 +523,7 @@ def test_a_service_that_gets_its_keys_by_configuration_reads_what_it_has_stored_
 
 
 @pytest.mark.postgres
-def test_the_loop_forgets_code_that_nobody_uses(start, tmp_path, monkeypatch):
+def test_the_loop_forgets_code_that_nobody_uses(start, tmp_path):
     one = start("one", secret_key=NEW, keep_days=90)
     used, unused = (upload(one.snapshots, code(tmp_path / str(n), train=f"print({n})").tar) for n in range(2))
     one.submit(used)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import structlog
+from cryptography.fernet import Fernet
 
 from elasticflow_airflow.api import Command, EventKind, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import (
@@ -185,7 +186,8 @@ def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_a_second_service_on_one_database_is_refused_and_named_the_first(daemons, open_client, shared_url):
-    first = daemons.popen("first", database_url=shared_url)
+    key = Fernet.generate_key().decode()
+    first = daemons.popen("first", database_url=shared_url, secret_key=key)
     client = open_client(Endpoint(socket_path=daemons.state_dir("first") / "service.sock"))
     client.retry_for_s = 60.0
     assert client.health().pid == first.pid
@@ -201,7 +203,7 @@ def test_a_second_service_on_one_database_is_refused_and_named_the_first(daemons
 
     first.send_signal(signal.SIGKILL)
     first.wait()
-    third = daemons.popen("second", database_url=shared_url)
+    third = daemons.popen("second", database_url=shared_url, secret_key=key)
     client = open_client(Endpoint(socket_path=daemons.state_dir("second") / "service.sock"))
     client.retry_for_s = 60.0
     assert client.health().pid == third.pid
