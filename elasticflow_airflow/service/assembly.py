@@ -15,6 +15,7 @@ from elasticflow_airflow.service.http.parts import InsightServices, ServiceParts
 from elasticflow_airflow.service.job_files.candidates import CandidateService
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.leadership.replicas import Replicas
+from elasticflow_airflow.service.leadership.shared_key import agree_on_key
 from elasticflow_airflow.service.leadership.tenure import Seat, Tenure
 from elasticflow_airflow.service.loop.reconcile import Reconciler
 from elasticflow_airflow.service.notify import Notifier
@@ -26,6 +27,7 @@ from elasticflow_airflow.service.requests.timetable_intake import CalendarServic
 from elasticflow_airflow.service.requests.whatif import WhatIfService
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.snapshot_archives import SnapshotArchives
 from elasticflow_airflow.service.store.store import Store
 
 log = structlog.get_logger()
@@ -55,13 +57,20 @@ class Assembly:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> Assembly:
-        """Return it with the code and the key in the state directory."""
+        """Return it with the code and the key that all services on the database share, or those in the state directory.
+
+        Raises OtherKeyError when the services on a shared database have another key, and SecretError or ValueError
+        when the own key cannot be read.
+        """
         snapshots = Snapshots(
             settings.state_dir / "snapshots",
             max_bytes=settings.snapshot_max_bytes,
             max_files=settings.snapshot_max_files,
+            archives=SnapshotArchives(store) if store.is_shared else None,
         )
-        secrets = SecretBox(settings.state_dir / "secret.key")
+        secrets = SecretBox(settings.state_dir / "secret.key", settings.read_secret_keys())
+        if store.is_shared:
+            agree_on_key(store, secrets)
         return cls(settings, store, notifier, seat, snapshots, secrets, clock, monotonic)
 
     def tenure(self, engine: Engine, store: Store, begins: str = "the service has started") -> Tenure:

@@ -27,8 +27,10 @@ from elasticflow_airflow.api.service_card import LOCK_FILE
 from elasticflow_airflow.engines.port import EngineError
 from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.http.connections import HEAD_LIMIT_BYTES, BoundedConnection
-from elasticflow_airflow.service.http.parts import Traffic
+from elasticflow_airflow.service.http.parts import ServiceParts, Traffic
+from elasticflow_airflow.service.leadership.shared_key import OtherKeyError
 from elasticflow_airflow.service.office import Office, open_office
+from elasticflow_airflow.service.secrets import SecretError
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.open_store import CANNOT_OPEN, refuse_emptied, why_not
 from elasticflow_airflow.service.store.store import Store
@@ -91,6 +93,7 @@ def serve(settings: ServiceSettings, *, embedded: bool) -> None:
             confidence=settings.confidence,
         )
     token, metrics_token = _token_for(settings, embedded), _metrics_token(settings)
+    _check_secret_keys(settings)
     listener, where = _listen(settings, embedded)
     started_at, idle = time.time(), threading.Event()
     try:
@@ -128,6 +131,7 @@ def _serve(
         traces = traces_from_environment()
         follower = EventLogFollower(parts.store, parts.notifier, [write_to_log, *([] if traces is None else [traces])])
     parts.snapshots.remove_leftovers()
+    _share_code(parts, settings)
     server = _OrderlyServer(
         uvicorn.Config(
             build_app(parts, *tokens),
@@ -233,6 +237,26 @@ def _metrics_token(settings: ServiceSettings) -> str | None:
         raise CannotServeError(str(error)) from error
 
 
+def _check_secret_keys(settings: ServiceSettings) -> None:
+    try:
+        settings.read_secret_keys()
+    except ValueError as error:
+        raise CannotServeError(str(error)) from error
+
+
+def _share_code(parts: ServiceParts, settings: ServiceSettings) -> None:
+    """Store code that an earlier release has kept in the folder only; a disk that fails costs no start."""
+    if not parts.store.is_shared:
+        return
+    with _explained(settings):
+        with parts.store.read() as reader:
+            in_use = reader.snapshots_in_use()
+        try:
+            parts.snapshots.share(in_use)
+        except OSError as error:
+            log.warning("the code of jobs could not be stored in the database", error=str(error))
+
+
 def _listen(settings: ServiceSettings, embedded: bool) -> tuple[socket.socket, str]:
     if settings.host is not None and not embedded:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -270,7 +294,7 @@ def _explained(settings: ServiceSettings) -> Iterator[None]:
     """Convert errors that keep database or engine from being used into a CannotServeError with one sentence."""
     try:
         yield
-    except EngineError as error:
+    except (EngineError, OtherKeyError, SecretError) as error:
         raise CannotServeError(str(error)) from error
     except CANNOT_OPEN as error:
         raise CannotServeError(why_not(error, settings.store_url())) from error

@@ -15,7 +15,12 @@ from elasticflow_airflow.api import ServiceCard
 from elasticflow_airflow.service.assembly import Assembly
 from elasticflow_airflow.service.engine_choice import open_engine
 from elasticflow_airflow.service.http.parts import ServiceParts
-from elasticflow_airflow.service.leadership.election import Election, replica_id_of
+from elasticflow_airflow.service.leadership.election import (
+    FAILS_OVER,
+    Election,
+    replica_id_of,
+    wait_while_another_decides,
+)
 from elasticflow_airflow.service.leadership.tenure import Seat
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -97,6 +102,8 @@ class _SharedOffice:
             store = Store(url, replica_id=replica_id)
         with ExitStack() as stack:
             stack.callback(store.close)
+            if settings.engine not in FAILS_OVER:
+                wait_while_another_decides(store, replica_id, settings.leader_lease_s)
             seat = Seat(lambda: self._election.tell_of_runs())
             assembly = Assembly.of(settings, store, Notifier(), seat)
             self._election = Election(

@@ -1,10 +1,13 @@
 """Encrypts ``secret_env``, and keeps secrets out of everything that is shown.
 
-The key is a 0600 file in the state directory; nothing here is ever logged.
+Its keys are configured, or its only key is a 0600 file in the state directory. Nothing here is ever logged.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import json
 import os
 import re
@@ -16,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from elasticflow_airflow.api.insight import REDACTED
 from elasticflow_airflow.bounds import METRICS_DEPTH
+from elasticflow_airflow.service.settings import is_fernet_key
 from elasticflow_airflow.service.store.documents.columns import Unreadable
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 
 if TYPE_CHECKING:
-    from cryptography.fernet import Fernet
+    from cryptography.fernet import MultiFernet
 
 _SENSITIVE = re.compile(r"apikey|authorization|credentials?|key|pass(?:phrase|wd|word)|pwd|secrets?|token", re.I)
 """Matches the last word of option names with secret values; ``--password-file`` and ``--max-tokens`` have none."""
@@ -36,10 +40,26 @@ class SecretError(Exception):
 
 
 class SecretBox:
-    """Fernet encryption with its own key; the library is loaded when the first secret is handled."""
+    """Fernet encryption with keys of its own; the library is loaded when the first secret is handled.
 
-    def __init__(self, key_file: Path) -> None:
-        self._key_file = key_file
+    The first of ``keys`` encrypts, and all of them decrypt. Without any, the key is that in ``key_file``, which is made
+    when it is first needed. A key file that exists decrypts in any case: what was stored before keys were configured
+    stays readable.
+    """
+
+    def __init__(self, key_file: Path, keys: Sequence[str] = ()) -> None:
+        """``keys`` are Fernet keys, as the settings have checked them."""
+        self._key_file, self._configured = key_file, tuple(key.encode() for key in keys)
+
+    @property
+    def key_id(self) -> str:
+        """Identify the key that encrypts, without telling it. Raises SecretError when the key file holds no key."""
+        return self.key_ids[0]
+
+    @property
+    def key_ids(self) -> tuple[str, ...]:
+        """Identify all keys, that which encrypts first. Raises SecretError when the key file holds no key."""
+        return tuple(map(_id_of, self._keys(create=True)))
 
     def seal(self, secrets: Mapping[str, str]) -> bytes | None:
         """Encrypt secrets; returns None if there are none. Raises SecretError when the key file holds no key."""
@@ -48,7 +68,7 @@ class SecretBox:
         return self._fernet(create=True).encrypt(json.dumps(dict(secrets)).encode())
 
     def open(self, sealed: bytes | None) -> dict[str, str]:
-        """Decrypt secrets. Raises SecretError when the key is not the one that they were sealed with."""
+        """Decrypt secrets. Raises SecretError when none of the keys is the one that they were sealed with."""
         if sealed is None:
             return {}
         from cryptography.fernet import InvalidToken
@@ -56,28 +76,33 @@ class SecretBox:
         try:
             opened = json.loads(self._fernet(create=False).decrypt(sealed))
         except (InvalidToken, FileNotFoundError) as error:
-            raise SecretError(
-                f"the stored secrets cannot be decrypted: {self._key_file} is not the key they were encrypted with;"
-                " submit the job again"
-            ) from error
+            why = f"{self._key_file} is not the key they were encrypted with"
+            if self._configured:
+                why = "they were encrypted with a key that ELASTICFLOW_SECRET_KEY, or its file, does not name any more"
+            raise SecretError(f"the stored secrets cannot be decrypted: {why}; submit the job again") from error
         return {str(name): str(value) for name, value in opened.items()}
 
-    def _fernet(self, *, create: bool) -> Fernet:
-        from cryptography.fernet import Fernet
+    def _fernet(self, *, create: bool) -> MultiFernet:
+        from cryptography.fernet import Fernet, MultiFernet
 
+        return MultiFernet([Fernet(key) for key in self._keys(create=create)])
+
+    def _keys(self, *, create: bool) -> list[bytes]:
+        """Return all keys. Raises SecretError, and FileNotFoundError when there is none and none is to be made."""
         try:
             key = self._key_file.read_bytes()
         except FileNotFoundError:
+            if self._configured:
+                return [*self._configured]
             if not create:
                 raise
             key = self._make_key()
-        try:
-            return Fernet(key)
-        except ValueError as error:
+        if not is_fernet_key(key):
             raise SecretError(
                 f"{self._key_file} holds no key: put the file back from a backup, or remove it, and submit the jobs"
                 " with secrets again"
-            ) from error
+            )
+        return [*self._configured, key]
 
     def _make_key(self) -> bytes:
         """Create the key, and return the key in effect: another thread or process may create one at the same time."""
@@ -95,6 +120,11 @@ class SecretBox:
         finally:
             os.unlink(temporary)
         return self._key_file.read_bytes()
+
+
+def _id_of(key: bytes) -> str:
+    """Return what two services compare to see whether they have the same key; the key cannot be found from it."""
+    return hmac.digest(base64.urlsafe_b64decode(key), b"elasticflow key id", hashlib.sha256).hex()[:16]
 
 
 def redact(text: str, secrets: Mapping[str, str]) -> str:

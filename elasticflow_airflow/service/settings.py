@@ -5,8 +5,10 @@ Reads the environment and the files that it names; knows nothing about the servi
 
 from __future__ import annotations
 
+import base64
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 SCHEDULER_NAME = "elasticflow"
 """The only scheduler of the service, by its name among the policies of the simulator."""
 _REPLICA_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+_MAKE_A_KEY = "make one with: python -c 'from cryptography.fernet import Fernet; print(Fernet.generate_key().decode())'"
 _NODE_URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -35,7 +38,7 @@ def _folder_or_url(value: object) -> object:
 class ServiceSettings(BaseSettings):
     """All settings. The defaults suit the embedded service of one machine."""
 
-    model_config = SettingsConfigDict(env_prefix="ELASTICFLOW_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="ELASTICFLOW_", extra="ignore", frozen=True, hide_input_in_errors=True)
 
     state_dir: Path = Field(default_factory=lambda: _default_state_dir())
     host: str | None = None
@@ -57,6 +60,11 @@ class ServiceSettings(BaseSettings):
     """Of several replicas, one decides; when it has been silent for this time, another one takes over."""
     leader_renew_s: float = Field(default=1.0, gt=0)
     """How often the one that decides says so; at most a third of ``leader_lease_s``."""
+    secret_key: SecretStr | None = None
+    """Fernet keys for the secrets of jobs, separated by commas: the first encrypts, all decrypt. Default: the key in
+    the file ``secret.key`` of the state directory, which is made when it is needed."""
+    secret_key_file: Path | None = None
+    """File with these keys, one in a line."""
 
     engine: Literal["local", "cluster", "ray", "fake"] = "local"
     """Where workers run: on this machine, on the machines of ``nodes``, or on those of a Ray cluster."""
@@ -198,6 +206,7 @@ class ServiceSettings(BaseSettings):
         "state_dir",
         "token_file",
         "metrics_token_file",
+        "secret_key_file",
         "slot_lock_dir",
         "node_token_file",
         "node_folder",
@@ -238,6 +247,13 @@ class ServiceSettings(BaseSettings):
 
         LeaseTerms(self.leader_lease_s, self.leader_renew_s)
         return self
+
+    @field_validator("secret_key")
+    @classmethod
+    def _fernet_keys(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and value.get_secret_value():
+            _checked_keys(value.get_secret_value().split(","))
+        return value
 
     @field_validator("policy")
     @classmethod
@@ -306,6 +322,21 @@ class ServiceSettings(BaseSettings):
         """Whether several services may use the database."""
         return self.store_url().startswith("postgresql")
 
+    def read_secret_keys(self) -> tuple[str, ...]:
+        """Return the keys that secrets are encrypted with, from the environment or their file; empty if none is set.
+
+        The first encrypts, all decrypt. Raises ValueError when the file cannot be read, or does not hold keys only.
+        """
+        if self.secret_key is not None and self.secret_key.get_secret_value():
+            return _checked_keys(self.secret_key.get_secret_value().split(","))
+        if self.secret_key_file is None:
+            return ()
+        try:
+            lines = self.secret_key_file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the file of secret keys {self.secret_key_file} cannot be read: {error}") from error
+        return _checked_keys(lines, f"the file of secret keys {self.secret_key_file}: ")
+
     def store_url(self) -> str:
         """Return the SQLAlchemy URL of the store."""
         if self.database_url is None:
@@ -337,6 +368,25 @@ def _token(given: SecretStr | None, file: Path | None) -> str | None:
     if not token:
         raise ValueError(f"the token file {file} is empty: write a long random text into it")
     return token
+
+
+def is_fernet_key(text: str | bytes) -> bool:
+    """Return whether this is a Fernet key: 32 bytes in URL-safe base64."""
+    try:
+        return len(base64.urlsafe_b64decode(text)) == 32
+    except ValueError:  # No base64, or letters that are not of ASCII.
+        return False
+
+
+def _checked_keys(words: Sequence[str], where: str = "") -> tuple[str, ...]:
+    """Return the keys. Raises ValueError, which never shows one, when there is none, or anything else beside them."""
+    keys = tuple(word.strip() for word in words if word.strip())
+    for number, key in enumerate(keys, start=1):
+        if not is_fernet_key(key):
+            raise ValueError(f"{where}key {number} of {len(keys)} is no Fernet key: {_MAKE_A_KEY}")
+    if not keys:
+        raise ValueError(f"{where}there is no key: {_MAKE_A_KEY}")
+    return keys
 
 
 def _listed(text: str | None) -> list[str]:

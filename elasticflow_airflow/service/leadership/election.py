@@ -6,6 +6,7 @@ The thread of the lease (``leadership.py``) never waits for what happens here: o
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,19 +19,22 @@ from elasticflow_airflow.engines.port import Engine, EngineError
 from elasticflow_airflow.service.assembly import Assembly
 from elasticflow_airflow.service.leadership.leadership import Leadership
 from elasticflow_airflow.service.leadership.lease import Lease, LeaseTerms
-from elasticflow_airflow.service.leadership.lease_table import GIVEN_UP, LeaderView, LeaseTable
+from elasticflow_airflow.service.leadership.lease_table import GIVEN_UP, LeaseTable
 from elasticflow_airflow.service.leadership.news import News, tell
 from elasticflow_airflow.service.leadership.replicas import SAY_EVERY_S, Replicas
-from elasticflow_airflow.service.store.service_lock import refused
-from elasticflow_airflow.service.store.store import DATABASE_AWAY, LostOwnershipError
+from elasticflow_airflow.service.store.service_lock import OwnedError, refused
+from elasticflow_airflow.service.store.store import DATABASE_AWAY, LostOwnershipError, Store
+from elasticflow_airflow.service.store.tables import LeaderRow
 
 _RUNS = "runs"
+_LOOK_S = 0.2
 _RETRY_S = 1.0
 _ENGINE_REST_S = (2.0, 30.0)
 """How long a replica whose engine could not be opened leaves the lease to others: at first, and at most."""
 _END_S = 2.0
 _IN_ROW = sa.text("SELECT epoch FROM leader WHERE id = 1")
-_FAILS_OVER = ("cluster", "ray")
+FAILS_OVER = ("cluster", "ray")
+"""Engines whose gangs another replica can go on with: they are on machines of their own."""
 _STARTED = "the service has started"
 _HOW = {
     "hand-over": "another replica has taken over by a hand-over",
@@ -90,7 +94,7 @@ class Election:
     ) -> None:
         settings, store = assembly.settings, assembly.store
         self._assembly, self._open_engine, self._leave = assembly, open_engine, leave
-        self._me, self._replaces_others = replica_id, settings.engine in _FAILS_OVER
+        self._me, self._replaces_others = replica_id, settings.engine in FAILS_OVER
         self._terms = LeaseTerms(settings.leader_lease_s, settings.leader_renew_s)
         self._table = LeaseTable(url, replica_id, self._terms, own_url=own_url, card=card, channel=store.channel)
         self._changed, self._stop = threading.Event(), threading.Event()
@@ -113,10 +117,9 @@ class Election:
         lease = self.leadership.lease
         request = lease.request()
         self.leadership.view, granted = self._table.ask(request)
+        lease.answered(request, self.leadership.view.epoch if granted else None)
         if not granted and not self._replaces_others:
-            granted = self._wait_for_the_end_of(self.leadership.view)
-        else:
-            lease.answered(request, self.leadership.view.epoch if granted else None)
+            raise _refused(self.leadership.view.card)
         self.leadership.start()
         if lease.epoch is not None:
             self._begin(lease.epoch, _STARTED)
@@ -151,26 +154,6 @@ class Election:
         """Let the leader know that due runs were stored."""
         store = self._assembly.store
         tell(store.engine_without_transactions, store.channel, self._me, _RUNS)
-
-    def _wait_for_the_end_of(self, view: LeaderView) -> bool:
-        """Wait for the lease of one that may have been killed just now. Raises OwnedError while it is renewed."""
-        lease, end_epoch = self.leadership.lease, view.epoch
-        waited_s = 0.0
-        while waited_s <= self._terms.lease_s + 1.0:
-            self._stop.wait(0.2)
-            waited_s += 0.2
-            request = lease.request()
-            view, granted = self._table.ask(request)
-            lease.answered(request, view.epoch if granted else None)
-            self.leadership.view = view
-            if granted or view.epoch != end_epoch:
-                break
-        if not self.leadership.lease.epoch:
-            hint = (
-                ". Several services can share one where another can take over: with ELASTICFLOW_ENGINE=ray or cluster"
-            )
-            raise refused(dict(view.card or {}), hint)
-        return True
 
     # -- news ---------------------------------------------------------------------------------------------------
 
@@ -208,7 +191,7 @@ class Election:
                 self._end(_END_S)
                 if not self._replaces_others and epoch is None and not self._stop.is_set():
                     view = self.leadership.view
-                    self._leave(str(refused(dict((view and view.card) or {}))))
+                    self._leave(str(_refused(None if view is None else view.card)))
             if self._mandate is None and epoch is not None and self.leadership.lease.stands and not self._stop.is_set():
                 try:
                     self._begin(epoch, self._how())
@@ -257,6 +240,27 @@ class Election:
         self._stop.wait(self._rest_s)
         self._rest_s = min(2 * self._rest_s, _ENGINE_REST_S[1])
         self.leadership.stand_again()
+
+
+def wait_while_another_decides(store: Store, replica_id: str, lease_s: float) -> None:
+    """Wait for the end of a lease whose holder may have been killed just now. Raises OwnedError while it is renewed."""
+    end_s, card = time.monotonic() + lease_s + 1.0, None
+    query = sa.select(LeaderRow.card).where(
+        LeaderRow.holder != replica_id, LeaderRow.until_at > sa.text("extract(epoch FROM clock_timestamp())")
+    )
+    while time.monotonic() < end_s:
+        with store.engine_without_transactions.connect() as connection:
+            found = connection.execute(query).first()
+        if found is None:
+            return
+        card = found[0]
+        time.sleep(_LOOK_S)
+    raise _refused(card)
+
+
+def _refused(card: Mapping[str, Any] | None) -> OwnedError:
+    hint = ". Several can share one where another can take over: with ELASTICFLOW_ENGINE=ray or cluster"
+    return refused(dict(card or {}), hint)
 
 
 def replica_id_of(state_dir: Path) -> str:

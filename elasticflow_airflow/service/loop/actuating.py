@@ -19,7 +19,7 @@ from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.decisions.pass_context import PassContext, alive, can_be_stopped
 from elasticflow_airflow.service.decisions.session_settings import python_of, session_of
-from elasticflow_airflow.service.job_files.snapshots import Snapshots
+from elasticflow_airflow.service.job_files.snapshots import SnapshotLostError, Snapshots
 from elasticflow_airflow.service.loop.rescaling import Holders, fall_back
 from elasticflow_airflow.service.loop.unknown_gangs import Leftovers
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -164,8 +164,9 @@ class Actuator:
         crashpoints.point("before apply")
         try:
             self.engine.files.prepare(row.job_id, row.incarnation)
+            self.snapshots.ensure(row.submission.command.snapshot)
             self.engine.apply(self.spec_of(row, generation))
-        except (EngineError, OSError) as error:
+        except (EngineError, SnapshotLostError, OSError) as error:
             if alive(generation):  # It runs, so the change can be sent later.
                 log.warning(
                     "the engine refused",

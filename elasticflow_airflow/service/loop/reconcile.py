@@ -85,6 +85,7 @@ class Reconciler:
         """``renewals``: of a process in which handlers go on while loops come and go; ``begins``: how this one came."""
         self._begins = begins
         self._store, self._engine, self._settings, self._notifier = store, engine, settings, notifier
+        self._snapshots = snapshots
         self._box, self._candidate_service, self._clock, self._monotonic = secrets, candidate_service, clock, monotonic
         self._leftovers = unknown_gangs.Leftovers()
         self._actuator = Actuator(
@@ -339,7 +340,7 @@ class Reconciler:
         for job_id, _ in self._actuator.drained:
             gangs = [g for g in context.generations.values() if g.job_id == job_id]
             self._inbox.forget(job_id, {g.generation for g in gangs if g.state != GangState.ENDED})
-        self._retention.trim(self._store, self._engine.files, self._settings, now, monotonic_s)
+        self._retention.trim(self._store, self._engine.files, self._snapshots, self._settings, now, monotonic_s)
         if self._set_aside(context):
             self._scheduler = None
             return 0.0

@@ -1,4 +1,4 @@
-"""Deletes the details of jobs that ended long ago: their generations, samples, worker times, and old events.
+"""Deletes the details of jobs that ended long ago: their generations, samples, worker times, code, and old events.
 
 Works in small batches, each in its own transaction, and also deletes the logs, reports and plans in the jobs' folders.
 The job with its result and its checkpoints remains: its id stays taken, its numbers never start again, and the history
@@ -12,7 +12,9 @@ import math
 import structlog
 
 from elasticflow_airflow.engines.job_files import JobFiles
+from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.snapshot_archives import KEPT_AT_LEAST_S
 from elasticflow_airflow.service.store.store import Store
 
 log = structlog.get_logger(__name__)
@@ -22,6 +24,7 @@ EVERY_S = 600.0
 _BUSY_EVERY_S = 5.0
 _INCARNATIONS_AT_ONCE = 20
 _EVENTS_AT_ONCE = 500
+_SNAPSHOTS_AT_ONCE = 20
 _DAY_S = 86400.0
 
 
@@ -31,11 +34,20 @@ class Retention:
     def __init__(self) -> None:
         self._next_s = -math.inf
 
-    def trim(self, store: Store, files: JobFiles, settings: ServiceSettings, now: float, monotonic_s: float) -> None:
+    def trim(
+        self,
+        store: Store,
+        files: JobFiles,
+        snapshots: Snapshots,
+        settings: ServiceSettings,
+        now: float,
+        monotonic_s: float,
+    ) -> None:
         """Delete what is older than the setting ``keep_days``, at most one small batch."""
         before = now - settings.keep_days * _DAY_S
         if not math.isfinite(before) or monotonic_s < self._next_s:
             return
+        code_before = min(before, now - KEPT_AT_LEAST_S)
         with store.write() as tx:
             over = tx.incarnations_over_before(before, _INCARNATIONS_AT_ONCE)
             for job_id, incarnation in over:
@@ -43,7 +55,10 @@ class Retention:
                 _discard(files, job_id, incarnation)
                 tx.forget_details(job_id, incarnation)
             events = tx.forget_events(before, _EVENTS_AT_ONCE)
-        more = len(over) == _INCARNATIONS_AT_ONCE or events == _EVENTS_AT_ONCE
+            in_use = tx.snapshots_in_use() if store.is_shared else set()
+            code = tx.forget_snapshots(code_before, in_use, _SNAPSHOTS_AT_ONCE) if store.is_shared else 0
+        snapshots.forget_unused(in_use, code_before)
+        more = len(over) == _INCARNATIONS_AT_ONCE or events == _EVENTS_AT_ONCE or code == _SNAPSHOTS_AT_ONCE
         self._next_s = monotonic_s + (_BUSY_EVERY_S if more else EVERY_S)
 
 

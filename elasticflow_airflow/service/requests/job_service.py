@@ -25,7 +25,7 @@ from elasticflow_airflow.api import (
     State,
 )
 from elasticflow_airflow.scheduler_core.model.reason import Reason
-from elasticflow_airflow.service.job_files.snapshots import SHA256, Snapshots
+from elasticflow_airflow.service.job_files.snapshots import SHA256, SnapshotLostError, Snapshots
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job, stale_claim, wrong_job_id
 from elasticflow_airflow.service.renewals import Question, Renewals
@@ -96,15 +96,18 @@ class JobService:
             asked = None if row is None else readable(row.submission)
             if job is not None and row is not None and asked is not None and _attachable(row, asked, submission):
                 created, (warnings, amendment_id) = False, self._attach(tx, row, asked, submission)
+                replaced = None if row.terminal else asked.command.snapshot
             else:
                 job = job or self._new_job(tx, job_id, submission)
                 self._supersede(row)
                 resumes = row is not None and asked is not None and _resumable(row, asked, submission)
                 row = self._open(tx, job, row if resumes else None, submission, sealed)
-                created, warnings, amendment_id = True, [], None
+                created, warnings, amendment_id, replaced = True, [], None, None
             job.claim = _next(job.claim)
             claim, incarnation = job.claim, row.incarnation
         self.notifier.wake()
+        if replaced is not None:  # After the transaction: the files of both are read, and may have to be fetched.
+            warnings = [*self._warn_of_changed_code(replaced, submission.command.snapshot), *warnings]
         return Submitted(job_id, incarnation, claim, created, tuple(warnings), amendment_id)
 
     def decided(self, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], bool]:
@@ -273,7 +276,7 @@ class JobService:
             raise Refusal(422, "snapshot_missing", f"the code {sha256} was not uploaded", "upload the snapshot first")
         script = submission.command.script
         if script is not None:
-            root = self.snapshots.path(sha256)
+            root = self._code_of(sha256)
             path = Path(os.path.realpath(root / script))
             # os.path returns False for an impossible path (too long together with its folder) instead of raising.
             if not path.is_relative_to(os.path.realpath(root)) or not os.path.isfile(path):
@@ -300,6 +303,20 @@ class JobService:
                 "ask for fewer workers",
             )
 
+    def _code_of(self, sha256: str) -> Path:
+        """Return the folder of uploaded code. Raises Refusal when it cannot be unpacked here."""
+        try:
+            return self.snapshots.ensure(sha256)
+        except SnapshotLostError as error:
+            raise Refusal(422, "snapshot_missing", str(error), "upload the snapshot again") from error
+        except OSError as error:
+            raise Refusal(
+                507,
+                "disk",
+                f"the code could not be unpacked: {error.strerror or error}",
+                "free space in the state directory",
+            ) from error
+
     def _attach(
         self, tx: Writer, row: IncarnationRow, asked: StoredSubmission, submission: JobSubmission
     ) -> tuple[list[str], int | None]:
@@ -308,7 +325,7 @@ class JobService:
         row.lease_s, row.orphan_s = submission.lease_s, submission.orphan_s
         if row.terminal:
             return [], None
-        warnings = self._warn_of_changed_code(asked.command.snapshot, submission.command.snapshot)
+        warnings = []
         changed = [name for name in _SETTINGS if getattr(asked.command, name) != getattr(submission.command, name)]
         if changed:
             warnings.append(
@@ -346,8 +363,12 @@ class JobService:
     def _warn_of_changed_code(self, old: str, new: str) -> list[str]:
         if old == new:
             return []
-        files = self.snapshots.changed_files(old, new)
-        named = ", ".join(files[:_NAMED_FILES]) + (", …" if len(files) > _NAMED_FILES else "")
+        try:
+            files = self.snapshots.changed_files(old, new)
+        except (SnapshotLostError, OSError) as error:  # The job was submitted; this only tells more of it.
+            named = f"unknown, since {error}"
+        else:
+            named = ", ".join(files[:_NAMED_FILES]) + (", …" if len(files) > _NAMED_FILES else "")
         warning = (
             "the code has changed since the job was submitted, and the job goes on with what was submitted; changed: "
             f"{named or 'names only'}. Clear the task after it has ended to train with the new code."

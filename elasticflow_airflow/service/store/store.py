@@ -43,6 +43,7 @@ from elasticflow_airflow.service.store.tables import (
     JobRow,
     RecurringTaskRow,
     SampleRow,
+    SnapshotRow,
     WorkerTimesRow,
 )
 
@@ -338,6 +339,12 @@ class Reader:
             IncarnationRow.submitted_at > submitted_after,
         )
         return list(self.session.scalars(query.order_by(IncarnationRow.submitted_at, IncarnationRow.job_id)))
+
+    def snapshots_in_use(self) -> set[str]:
+        """Return the hashes of the code of all incarnations that are not drained."""
+        code = IncarnationRow.submission["command"]["snapshot"].as_string()
+        query = sa.select(code).where(IncarnationRow.drained.is_(False)).distinct()
+        return {sha256 for sha256 in self.session.scalars(query) if sha256 is not None}
 
     def live_count(self) -> int:
         """Count the incarnations that are not drained."""
@@ -689,6 +696,20 @@ class Writer(Reader):
             self.session.execute(sa.delete(EventRow).where(EventRow.event_id <= old[-1].event_id))
         return len(old)
 
+    def forget_snapshots(self, moment: float, in_use: Collection[str], limit: int) -> int:
+        """Delete archives of code that are not in use and were stored or submitted before this time, oldest first.
+
+        At most ``limit``; returns how many were deleted.
+        """
+        old = SnapshotRow.stored_at < moment
+        query = sa.select(SnapshotRow.sha256).where(old).order_by(SnapshotRow.stored_at, SnapshotRow.sha256)
+        unused = list(itertools.islice((one for one in self.session.scalars(query) if one not in in_use), limit))
+        if not unused:
+            return 0
+        # The condition once more: a submit may have asked for one meanwhile.
+        delete = sa.delete(SnapshotRow).where(old, SnapshotRow.sha256.in_(unused)).returning(SnapshotRow.sha256)
+        return len(self.session.scalars(delete).all())
+
     def add_event(self, what: EventKind | EventData, reason: Reason, row: IncarnationRow | None = None) -> int:
         """Write an event, of an incarnation if ``row`` is given, and return its id."""
         kind, data = kind_and_data(what)
@@ -720,6 +741,8 @@ class Store:
         self.sessions = sessionmaker(self.engine, expire_on_commit=False, autoflush=True)
         # A read transaction of SQLite is a consistent snapshot anyway.
         postgresql = self.engine.dialect.name == "postgresql"
+        self.is_shared = postgresql
+        """Services on several machines may use this database: what all of them need is in it, and not in a folder."""
         self.read_options = {"isolation_level": "REPEATABLE READ"} if postgresql else {}
         alone = {"isolation_level": "AUTOCOMMIT"} if postgresql else {_NO_TRANSACTION: True}
         self.engine_without_transactions = self.engine.execution_options(**alone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
+from cryptography.fernet import Fernet
+from pydantic import ValidationError
 
 from elasticflow_airflow.service.secrets import SecretBox, SecretError, hidden_values
+from elasticflow_airflow.service.settings import ServiceSettings, problems_of
 from elasticflow_airflow.service.store.documents.columns import Unreadable
 from elasticflow_airflow.service.store.views import UNREADABLE
 
@@ -106,3 +110,77 @@ def test_what_a_script_reports_of_its_secrets_shows_nowhere(world):
     result = world.ended(job).result
     assert result is not None
     assert result.metrics == {"note": "used ***", "***": [{"deep": "***"}], "accuracy": 0.5}
+
+
+# -- keys by configuration ---------------------------------------------------------------------------------------
+
+OLD, NEW = (Fernet.generate_key().decode() for _ in range(2))
+MAKE_ONE = r"python -c 'from cryptography\.fernet import Fernet; print\(Fernet\.generate_key\(\)\.decode\(\)\)'"
+
+
+def test_the_first_key_encrypts_and_all_decrypt(tmp_path):
+    before, rotated, after = (SecretBox(tmp_path / "secret.key", keys) for keys in ((OLD,), (NEW, OLD), (NEW,)))
+    old, new = before.seal({"TOKEN": "a"}), rotated.seal({"TOKEN": "b"})
+    assert rotated.open(old) == {"TOKEN": "a"}
+    assert after.open(new) == {"TOKEN": "b"}
+    with pytest.raises(SecretError, match=r"a key that ELASTICFLOW_SECRET_KEY.* does not name any more; submit"):
+        after.open(old)
+    assert list(tmp_path.iterdir()) == [], "no key is made beside those that are configured"
+
+
+def test_what_was_encrypted_before_keys_were_configured_stays_readable(tmp_path):
+    sealed = SecretBox(tmp_path / "secret.key").seal({"TOKEN": "a"})
+    box = SecretBox(tmp_path / "secret.key", [NEW])
+    assert box.open(sealed) == {"TOKEN": "a"}
+    assert SecretBox(tmp_path / "elsewhere", [NEW]).open(box.seal({"TOKEN": "b"})) == {"TOKEN": "b"}
+    assert box.key_ids == (SecretBox(tmp_path / "elsewhere", [NEW]).key_id, SecretBox(tmp_path / "secret.key").key_id)
+
+
+def test_the_id_of_a_key_tells_it_from_others_and_not_what_it_is(tmp_path):
+    one, other = SecretBox(tmp_path / "one", [OLD]), SecretBox(tmp_path / "other", [NEW, OLD])
+    assert other.key_ids == (other.key_id, one.key_id)
+    assert re.fullmatch("[0-9a-f]{16}", one.key_id)
+    assert one.key_id != other.key_id
+    assert SecretBox(tmp_path / "made").key_id == SecretBox(tmp_path / "made").key_id
+    (tmp_path / "damaged").write_bytes(b"no key at all")
+    with pytest.raises(SecretError, match="damaged holds no key"):
+        _ = SecretBox(tmp_path / "damaged").key_id
+
+
+def test_keys_are_read_from_the_environment_or_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"{NEW}\n\n  {OLD}\n")
+    assert ServiceSettings(secret_key=f" {NEW} , {OLD},").read_secret_keys() == (NEW, OLD)
+    assert ServiceSettings(secret_key_file=file).read_secret_keys() == (NEW, OLD)
+    assert ServiceSettings(secret_key=OLD, secret_key_file=file).read_secret_keys() == (OLD,)
+    assert ServiceSettings(secret_key="").read_secret_keys() == ()
+    assert ServiceSettings().read_secret_keys() == ()
+    assert OLD not in repr(ServiceSettings(secret_key=OLD))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("no-key-at-all", "key 2 of 2 is no Fernet key"), (f"{OLD[:-2]}", "key 2 of 2 is no"), ("schlüssel", "key 2 of")],
+)
+def test_a_key_that_is_none_is_refused_with_how_to_make_one_and_never_shown(tmp_path, given, said):
+    with pytest.raises(ValidationError) as refused:
+        ServiceSettings(secret_key=f"{NEW},{given}")
+    (sentence,) = problems_of(refused.value)
+    assert re.fullmatch(f"ELASTICFLOW_SECRET_KEY: {said}.* {MAKE_ONE}", sentence)
+    file = tmp_path / "keys"
+    file.write_text(f"{NEW}\n{given}\n")
+    with pytest.raises(ValueError, match=f"the file of secret keys {file}: {said}.* {MAKE_ONE}") as from_file:
+        ServiceSettings(secret_key_file=file).read_secret_keys()
+    for text in (str(refused.value), repr(refused.value), str(from_file.value)):
+        assert given not in text
+        assert NEW not in text
+
+
+def test_a_file_without_keys_is_refused(tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, said in {"empty": "there is no key", "binary": "cannot be read", "missing": "cannot be read"}.items():
+        with pytest.raises(ValueError, match=f"the file of secret keys {tmp_path / name}.*{said}"):
+            ServiceSettings(secret_key_file=tmp_path / name).read_secret_keys()
+    with pytest.raises(ValidationError):
+        ServiceSettings(secret_key=" , ")

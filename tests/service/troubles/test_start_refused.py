@@ -18,12 +18,21 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import structlog
+from cryptography.fernet import Fernet
 
-from elasticflow_airflow.client import EmbeddedStartError, Endpoint, ensure_service
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.client import (
+    ElasticFlowClient,
+    EmbeddedStartError,
+    Endpoint,
+    ensure_service,
+    snapshot_folder,
+)
 from elasticflow_airflow.service.__main__ import main
 from elasticflow_airflow.service.store import service_lock
 from elasticflow_airflow.service.store.migrate import current_revision
 from elasticflow_airflow.service.store.store import Store
+from elasticflow_airflow.service.store.tables import SnapshotRow
 
 
 @pytest.fixture
@@ -123,6 +132,18 @@ def test_a_database_that_is_not_there_is_told_in_one_sentence(start, url, said):
     assert "hunter2" not in lines[0]
 
 
+def test_keys_of_secrets_that_are_none_are_told_in_one_sentence(start, tmp_path):
+    assert start(secret_key_file=tmp_path / "missing")[0] == 1
+    (tmp_path / "keys").write_text("hunter2-secret\n")
+    status, lines = start(secret_key_file=tmp_path / "keys")
+    assert (status, len(lines)) == (1, 1), lines
+    assert re.match(r"elasticflow: the file of secret keys \S+/keys: key 1 of 1 is no Fernet key: make one", lines[0])
+    status, said = start(secret_key="hunter2-secret")
+    assert (status, len(said)) == (2, 1), said
+    assert said[0].startswith("elasticflow: ELASTICFLOW_SECRET_KEY: key 1 of 1 is no Fernet key: make one with: python")
+    assert "hunter2" not in said[0] + lines[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("least_bytes", [0, 6000])
 def test_a_full_disk_is_told_in_one_sentence(tmp_path, least_bytes):
@@ -168,7 +189,8 @@ def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_a_second_service_on_one_database_is_refused_and_named_the_first(daemons, open_client, shared_url):
-    first = daemons.popen("first", database_url=shared_url)
+    key = Fernet.generate_key().decode()
+    first = daemons.popen("first", database_url=shared_url, secret_key=key)
     client = open_client(Endpoint(socket_path=daemons.state_dir("first") / "service.sock"))
     client.retry_for_s = 60.0
     assert client.health().pid == first.pid
@@ -184,7 +206,7 @@ def test_a_second_service_on_one_database_is_refused_and_named_the_first(daemons
 
     first.send_signal(signal.SIGKILL)
     first.wait()
-    third = daemons.popen("second", database_url=shared_url)
+    third = daemons.popen("second", database_url=shared_url, secret_key=key)
     client = open_client(Endpoint(socket_path=daemons.state_dir("second") / "service.sock"))
     client.retry_for_s = 60.0
     assert client.health().pid == third.pid
@@ -239,3 +261,58 @@ def test_what_was_upgraded_is_opened_at_once(postgres_url, older_service):
     Store(postgres_url).close()
     with service_lock.without_older_services(postgres_url, lambda _: None, lambda: True):
         pass
+
+
+# -- folders that differ -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.postgres
+def test_a_service_with_a_folder_of_its_own_takes_over_with_the_same_key_only(daemons, open_client, postgres_url, wait):
+    def serve(name: str, **settings: object) -> tuple[ElasticFlowClient, subprocess.Popen[bytes]]:
+        process = daemons.popen(name, stderr=subprocess.DEVNULL, database_url=postgres_url, **settings)
+        client = open_client(Endpoint(socket_path=daemons.state_dir(name) / "service.sock"))
+        client.retry_for_s = 60.0
+        assert client.health().pid == process.pid
+        return client, process
+
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+
+    code = daemons.base / "code"
+    code.mkdir()
+    (code / "train.py").write_text("print('training')")
+    snapshot = snapshot_folder(code)
+    client, first = serve("first")
+    client.upload_snapshot(snapshot)
+    identity = JobIdentity(dag_id="daily", run_id="run1", task_id="train")
+    job = client.submit(
+        JobSubmission(
+            identity=identity,
+            command=Command(snapshot=snapshot.sha256, script="train.py"),
+            length=Length(steps=1_000_000),
+            global_batch_size=8,
+            best_effort=True,
+            secret_env={"TOKEN": "hunter2"},
+        )
+    )
+    kill(first)
+    store = Store(postgres_url)
+    with store.write() as tx:
+        tx.session.execute(sa.delete(SnapshotRow))  # As a release without this table has left it.
+    _, again = serve("first")
+    with store.read() as reader:
+        assert reader.session.get(SnapshotRow, snapshot.sha256).archive == snapshot.tar
+    kill(again)
+    other = daemons.popen("second", database_url=postgres_url)
+    _, said = other.communicate(timeout=60)
+    lines = said.decode().splitlines()
+    assert (other.returncode, len(lines)) == (1, 1), lines
+    assert "which this service does not have" in lines[0]
+    key = (daemons.state_dir("first") / "secret.key").read_text()
+    assert key not in lines[0]
+    client, _ = serve("second", secret_key=key)
+    assert not client.status(job.job.job_id).state.terminal
+    unpacked = daemons.state_dir("second") / "snapshots" / snapshot.sha256 / "train.py"
+    wait(unpacked.is_file, "it has the code that the first service took")
+    store.close()
