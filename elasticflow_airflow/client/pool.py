@@ -21,7 +21,7 @@ _MOST = 16
 _IDLE_S = 4.0
 """Less than the five seconds after which the service closes an idle connection, so as not to use a closing one."""
 
-_Key = tuple[str, Path | None, bool | str]
+_Key = tuple[str, tuple[str, ...], Path | None, bool | str]
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ def shared_transport(endpoint: Endpoint) -> httpx.AsyncBaseTransport | None:
     if endpoint.trust_env and urllib.request.getproxies():
         return None  # httpx uses proxies from the environment only with its own transports
     pools = _pools.setdefault(asyncio.get_running_loop(), {})
-    key = (endpoint.base_url, endpoint.socket_path, endpoint.verify)
+    key = (endpoint.base_url, endpoint.other_urls, endpoint.socket_path, endpoint.verify)
     pool = pools.get(key)
     if pool is None or pool.broken:
         pool = pools[key] = _Pool(endpoint.open_async_transport(_MOST, _IDLE_S), asyncio.Semaphore(_MOST))
