@@ -38,10 +38,11 @@ class ElasticFlowHook(BaseHook):
     Host, port and scheme are the address of a service started with ``elasticflow serve``, the password is its token;
     ``unix:///path`` as host names a socket. The replicas of one service are several hosts, separated by commas, each
     with or without scheme and port; or ``urls`` in the extra, with the host empty: the same as a string or a list.
-    Further extra: ``namespace``, ``verify`` (true, false or a CA bundle), ``timeout_s``, ``state_dir``. If the *default* connection is missing, or the host is empty, the embedded service of
-    this machine is used, and started when needed. Any other missing connection is an error, and so is a missing default
-    connection with an executor that runs tasks on several machines, each of which would start its own service. A
-    missing or unusable connection fails a task without a retry (``MissingConnection``, ``UnusableConnection``).
+    Further extra: ``namespace``, ``verify`` (true, false or a CA bundle), ``timeout_s``, ``state_dir``. If the
+    *default* connection is missing, or the host is empty, the embedded service of this machine is used, and started
+    when needed. Any other missing connection is an error, and so is a missing default connection with an executor that
+    runs tasks on several machines, each of which would start its own service. A missing or unusable connection fails a
+    task without a retry (``MissingConnection``, ``UnusableConnection``).
     """
 
     conn_name_attr = "elasticflow_conn_id"
@@ -187,7 +188,7 @@ class ElasticFlowHook(BaseHook):
         if connection is not None and extra.get("urls"):
             if given:
                 raise UnusableConnection(
-                    f"{named_by} has the host {given!r} and also urls in its extra: give all addresses in one of the two"
+                    f"{named_by} has the host {given!r} and urls in its extra: give all addresses in one of the two"
                 )
             given = _joined(extra["urls"], named_by)
         if connection is None or not given:
@@ -239,7 +240,7 @@ def _joined(urls: Any, named_by: str) -> str:
         return urls
     if not isinstance(urls, list) or not all(isinstance(url, str) and "," not in url for url in urls):
         raise UnusableConnection(
-            f"{named_by} has urls={urls!r} in its extra: give a list of addresses, or one string with commas between them"
+            f"{named_by} has urls={urls!r} in its extra: give a list of addresses, or a string with commas between them"
         )
     return ",".join(urls)
 
