@@ -103,6 +103,29 @@ async def test_the_next_is_asked_if_the_first_hangs(make, is_async):
     assert (len(first.asked), len(second.asked)) == (1, 3)  # it is not waited for again
 
 
+async def test_a_triggerer_does_not_wait_for_a_replica_that_hangs_with_each_of_its_tasks(make):
+    """Only so many requests are under way at once: the others wait, and need not wait for that replica any more."""
+    end = threading.Event()
+
+    def hang(_request: Any) -> None:
+        end.wait(30)
+
+    first, second = make(behave=hang), make()
+    where = endpoint(first.url, second.url)
+    clients = [
+        AsyncElasticFlowClient(where, retry_for_s=0, timeout_s=2.0, transport=shared_transport(where))
+        for _ in range(200)
+    ]
+    try:
+        await asyncio.gather(*(client.version() for client in clients))
+    finally:
+        end.set()
+        for client in clients:
+            await client.aclose()
+    assert len(first.asked) <= 16
+    assert len(second.asked) == 200
+
+
 @both
 async def test_the_next_is_asked_if_a_machine_does_not_even_refuse(make, is_async):
     """A machine without power: a full queue of connections, which never are accepted, looks the same."""
