@@ -143,7 +143,7 @@ class Endpoint:
 
 def _check_address(url: str, parts: SplitResult) -> None:
     """Refuse what is no ``http`` or ``https`` address. Raises ElasticFlowError, without a password that is in it."""
-    shown = url if parts.password is None else url.replace(parts.password, "***")
+    shown = url.replace(parts.password, "***") if parts.password else url
     try:
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is no number, or too large

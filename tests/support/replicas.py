@@ -50,6 +50,7 @@ class Replica:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = 1 << 16  # or headers and body are two packets, and the second waits for an acknowledgement
 
             def setup(self) -> None:
                 super().setup()
