@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from airflow.sdk import BaseHook, Connection
 from airflow.sdk.configuration import conf
@@ -35,11 +36,13 @@ class ElasticFlowHook(BaseHook):
     """Connection to an elasticflow service (connection type ``elasticflow``).
 
     Host, port and scheme are the address of a service started with ``elasticflow serve``, the password is its token;
-    ``unix:///path`` as host names a socket. Extra: ``namespace``, ``verify`` (true, false or a CA bundle),
-    ``timeout_s``, ``state_dir``. If the *default* connection is missing, or the host is empty, the embedded service of
-    this machine is used, and started when needed. Any other missing connection is an error, and so is a missing default
-    connection with an executor that runs tasks on several machines, each of which would start its own service. A
-    missing or unusable connection fails a task without a retry (``MissingConnection``, ``UnusableConnection``).
+    ``unix:///path`` as host names a socket. The replicas of one service are several hosts, separated by commas, each
+    with or without scheme and port; or ``urls`` in the extra, with the host empty: the same as a string or a list.
+    Further extra: ``namespace``, ``verify`` (true, false or a CA bundle), ``timeout_s``, ``state_dir``. If the
+    *default* connection is missing, or the host is empty, the embedded service of this machine is used, and started
+    when needed. Any other missing connection is an error, and so is a missing default connection with an executor that
+    runs tasks on several machines, each of which would start its own service. A missing or unusable connection fails a
+    task without a retry (``MissingConnection``, ``UnusableConnection``).
     """
 
     conn_name_attr = "elasticflow_conn_id"
@@ -180,12 +183,20 @@ class ElasticFlowHook(BaseHook):
 
     def _locate(self) -> Endpoint:
         connection, extra = self._connection, self._extra
-        if connection is None or not connection.host:
+        named_by = f"elasticflow_conn_id={self.elasticflow_conn_id!r}"
+        given = None if connection is None else connection.host or None
+        if connection is not None and extra.get("urls"):
+            if given:
+                raise UnusableConnection(
+                    f"{named_by} has the host {given!r} and urls in its extra: give all addresses in one of the two"
+                )
+            given = _joined(extra["urls"], named_by)
+        if connection is None or not given:
             return embedded_endpoint(Path(extra["state_dir"]) if extra.get("state_dir") else embedded_state_dir())
-        url = connection.host
-        if "://" not in url:
-            url = f"{connection.schema or 'http'}://{url}:{connection.port or _DEFAULT_PORT}"
-        token, named_by = connection.password or None, f"elasticflow_conn_id={self.elasticflow_conn_id!r}"
+        url, token = given, connection.password or None
+        if not given.startswith("unix:"):
+            entries = given.split(",")
+            url = ",".join(_with_defaults(entry.strip(), connection.schema, connection.port) for entry in entries)
         try:
             found = Endpoint.from_url(url, token=token, verify=_verify(extra.get("verify")))
         except ElasticFlowError as error:
@@ -221,6 +232,28 @@ def distributed_executor() -> str | None:
     names = re.split(r"[,;]", configured)  # several, each perhaps as team=executor, alias:module.Class or a module path
     classes = {re.split(r"[=:.]", name.strip())[-1] for name in names if name.strip()}
     return None if classes <= _ONE_MACHINE else configured
+
+
+def _joined(urls: Any, named_by: str) -> str:
+    """Return the connection's ``urls`` as one string. Raises UnusableConnection."""
+    if isinstance(urls, str):
+        return urls
+    if not isinstance(urls, list) or not all(isinstance(url, str) and "," not in url for url in urls):
+        raise UnusableConnection(
+            f"{named_by} has urls={urls!r} in its extra: give a list of addresses, or a string with commas between them"
+        )
+    return ",".join(urls)
+
+
+def _with_defaults(address: str, scheme: str | None, port: int | None) -> str:
+    """Return an address as a URL: without a scheme and a port of its own, it has those of the connection."""
+    if "://" in address or not address:
+        return address
+    try:
+        has_port = urlsplit(f"//{address}").port is not None
+    except ValueError:  # no number, or too large: the endpoint refuses it and says so
+        has_port = True
+    return f"{scheme or 'http'}://{address}{'' if has_port else f':{port or _DEFAULT_PORT}'}"
 
 
 def _is_positive(value: Any) -> bool:

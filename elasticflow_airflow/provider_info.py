@@ -40,12 +40,17 @@ def get_provider_info() -> dict[str, Any]:
                     "hidden-fields": ["login"],
                     "relabeling": {"password": "API token", "schema": "Scheme"},
                     "placeholders": {
-                        "host": "gpu-host, or empty: the embedded service of this machine",
+                        "host": "gpu-host; replicas: ef-0:8321,ef-1:8321; empty: the embedded service of this machine",
                         "port": "8321",
                         "schema": "http or https",
                     },
                 },
                 "conn-fields": {
+                    "urls": {
+                        "label": "Addresses of replicas",
+                        "description": "In place of the host, with commas between: http://ef-0:8321,http://ef-1:8321",
+                        "schema": {"type": ["string", "null"], "default": None},
+                    },
                     "namespace": {
                         "label": "Namespace",
                         "description": "Keeps the jobs of several Airflows at one service apart.",

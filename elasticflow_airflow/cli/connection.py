@@ -33,8 +33,9 @@ Url = typer.Option(
     None,
     "--url",
     envvar=URL_ENV,
-    help="Address of the service: http://host:port, https://host:port or unix:///path; the token: "
-    f"{TOKEN_ENV} or {TOKEN_ENV}_FILE. Without it: the embedded service of the state directory.",
+    help="Address of the service: http://host:port, https://host:port or unix:///path; several of its replicas with "
+    f"commas between them. The token: {TOKEN_ENV} or {TOKEN_ENV}_FILE. Without it: the embedded service of the state "
+    "directory.",
 )
 StateDir = typer.Option(
     None, "--state-dir", envvar="ELASTICFLOW_STATE_DIR", help="State directory of the embedded service."

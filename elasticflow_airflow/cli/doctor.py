@@ -6,7 +6,8 @@ It also works while the service is unavailable, when it is needed most. It adds 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ from elasticflow_airflow.client import (
     ElasticFlowError,
     Endpoint,
     IncompatibleService,
+    JobNotFound,
     ServiceUnavailable,
     Unauthorized,
 )
@@ -66,30 +68,26 @@ def examine(url: str | None, state_dir: Path | None) -> Iterator[Finding]:
     choice = chosen()
     if choice is not None:
         yield from choice.look()
-    yield from _look_at_way(endpoint)
+    for replica in endpoint.replicas:
+        yield from _look_at_way(replica)
     diagnosis: Diagnosis | None = None
     unseen = ["clock", "slots", "scheduler", "database", "disk", "memory"]
     with ElasticFlowClient(endpoint, retry_for_s=0) as client:
         try:
-            asked_at, began_s = time.time(), time.monotonic()
-            version = client.version()
-            took_s = time.monotonic() - began_s
-            yield _connection(endpoint, took_s)
-            yield _versions(version)
-            yield _clock(float(version.get("at", asked_at)), asked_at, took_s)
-            unseen.remove("clock")
+            if endpoint.other_urls:
+                answers = yield from _look_at_replicas(endpoint)
+            else:
+                yield from _look_at_answer(client)
+                answers = 1
+            if answers:
+                unseen.remove("clock")
             diagnosis = client.doctor()
-        except ServiceUnavailable as error:
-            if endpoint.socket_path is not None and endpoint.socket_path.name == _EMBEDDED:
+        except ElasticFlowError as error:
+            is_away = isinstance(error, ServiceUnavailable)
+            if is_away and endpoint.socket_path is not None and endpoint.socket_path.name == _EMBEDDED:
                 yield from _embedded_is_away(endpoint.socket_path, error)
                 return
-            yield problem("connection", error.message, error.hint)
-        except Unauthorized as error:
-            yield problem("token", error.message, error.hint)
-        except IncompatibleService as error:
-            yield problem("versions", error.message, error.hint)
-        except ElasticFlowError as error:
-            yield problem("connection", error.message, error.hint)
+            yield _failure(error)
     if diagnosis is not None:
         yield from diagnosis.findings
     else:
@@ -106,6 +104,91 @@ def _look_at_way(endpoint: Endpoint) -> Iterator[Finding]:
         yield warning("encryption", f"the token goes to {parts.hostname} in the clear", remedy)
     if endpoint.verify is False and parts.scheme == "https":
         yield warning("encryption", "the service's certificate is not verified", "verify=<path of a CA bundle>")
+
+
+def _look_at_answer(client: ElasticFlowClient) -> Iterator[Finding]:
+    """Ask one address for its version and its clock. Raises ElasticFlowError."""
+    asked_at, began_s = time.time(), time.monotonic()
+    version = client.version()
+    took_s = time.monotonic() - began_s
+    yield _connection(client.endpoint, took_s)
+    yield _versions(version)
+    yield _clock(float(version.get("at", asked_at)), asked_at, took_s)
+
+
+def _look_at_replicas(endpoint: Endpoint) -> Generator[Finding, None, int]:
+    """Ask each address by itself, and compare what is behind them; return how many answer."""
+    answering: list[ElasticFlowClient] = []
+    with ExitStack() as stack:
+        for replica in endpoint.replicas:
+            client = stack.enter_context(ElasticFlowClient(replica, retry_for_s=0))
+            try:
+                for finding in _look_at_answer(client):
+                    about = "" if finding.name == "connection" else f"{replica.base_url}: "
+                    yield finding.model_copy(update={"message": f"{about}{finding.message}"})
+            except ServiceUnavailable as error:
+                # The others serve. If there are none, the next call, to all of them, fails, and is a problem.
+                yield warning("connection", error.message, error.hint)
+            except ElasticFlowError as error:
+                yield _failure(error)
+            else:
+                answering.append(client)
+        try:
+            yield from _compare(answering)
+        except ElasticFlowError as error:
+            yield _failure(error)
+    return len(answering)
+
+
+def _compare(clients: Sequence[ElasticFlowClient]) -> Iterator[Finding]:
+    """Check that all serve the same jobs, each from a process of its own. Raises ElasticFlowError."""
+    if len(clients) < 2:
+        if clients:
+            said = f"only {clients[0].endpoint.base_url} answers: without it, nobody is asked"
+            yield warning("replicas", said, "mend the other addresses, see above")
+        return
+    processes: dict[tuple[int, float, str], str] = {}
+    for client in clients:
+        health, url = client.health(), client.endpoint.base_url
+        first = processes.setdefault((health.pid, health.started_at, health.state_dir), url)
+        if first != url:
+            said = f"{first} and {url} lead to the same process: the second adds no safety"
+            yield warning("replicas", said, "give the address of each replica itself, or only that of their balancer")
+    newest = next(((client, jobs[0]) for client in clients if (jobs := client.list_jobs(limit=1))), None)
+    if newest is None:
+        yield ok("replicas", f"{len(clients)} addresses answer; whether they are one service, the first job will show")
+        return
+    source, job = newest  # Replicas have one database: a job that one has told of is known to all others by now.
+    strange = [
+        client.endpoint.base_url for client in clients if client is not source and not _knows(client, job.job_id)
+    ]
+    if strange:
+        yield problem(
+            "replicas",
+            f"these are no replicas of one service: job {job.job_id} of {source.endpoint.base_url} is unknown to"
+            f" {' and '.join(strange)}",
+            "give all replicas the same ELASTICFLOW_DATABASE_URL, and every other service a connection of its own",
+        )
+    else:
+        yield ok("replicas", f"{len(clients)} addresses answer, and know the same jobs")
+
+
+def _knows(client: ElasticFlowClient, job_id: str) -> bool:
+    try:
+        client.status(job_id)
+    except JobNotFound:
+        return False
+    return True
+
+
+def _failure(error: ElasticFlowError) -> Finding:
+    """Return the finding of a call that failed."""
+    name = "connection"
+    if isinstance(error, Unauthorized):
+        name = "token"
+    elif isinstance(error, IncompatibleService):
+        name = "versions"
+    return problem(name, error.message, error.hint)
 
 
 def _connection(endpoint: Endpoint, took_s: float) -> Finding:

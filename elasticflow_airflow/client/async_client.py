@@ -14,7 +14,7 @@ from tenacity import AsyncRetrying, RetryCallState
 
 from elasticflow_airflow.api import Event
 from elasticflow_airflow.client.calls.call import AsyncCaller, Call
-from elasticflow_airflow.client.calls.exchange import read_answer, unreachable
+from elasticflow_airflow.client.calls.exchange import Attempt, read_answer
 from elasticflow_airflow.client.calls.service_calls import ServiceClient
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.errors import raise_for_answer
@@ -85,21 +85,22 @@ class AsyncElasticFlowClient(ServiceClient, AsyncCaller):
         params: dict[str, str | int] = {"after": after}
         if job_id is not None:
             params["job_id"] = job_id
-        request = self._http.build_request(
-            "GET",
-            "/v1/events",
-            params=params,
-            headers={"Accept": "text/event-stream", "Last-Event-ID": str(after)},
-            timeout=httpx.Timeout(self._timeout_s, read=_STREAM_SILENCE_S),
-        )
-        try:
-            response = await self._http.send(request, stream=True)
-        except httpx.TransportError as error:
-            raise unreachable(error, self.endpoint) from error
-        if response.status_code >= 400:
-            await response.aread()
-            raise_for_answer(response, str(self.endpoint))
-        return response
+        attempt = Attempt(self.endpoint)
+        for replica in attempt:
+            request = self._http.build_request(
+                "GET",
+                f"{replica.base_url}/v1/events",
+                params=params,
+                headers={"Accept": "text/event-stream", "Last-Event-ID": str(after)},
+                timeout=self.endpoint.timeout(self._timeout_s, read_s=_STREAM_SILENCE_S),
+            )
+            with attempt:
+                response = await self._http.send(request, stream=True)
+                if response.status_code >= 400:
+                    await response.aread()
+                    raise_for_answer(response, str(replica))
+                return response
+        raise attempt.failure()
 
     @staticmethod
     def _method_of(
@@ -119,11 +120,12 @@ class AsyncElasticFlowClient(ServiceClient, AsyncCaller):
         return answer
 
     async def _exchange(self, call: Call[T]) -> T:
-        try:
-            response = await self._http.request(call.method, call.path, **self._options_of(call))
-        except httpx.TransportError as error:
-            raise unreachable(error, self.endpoint) from error
-        return read_answer(call, response, self.endpoint)
+        attempt, options = Attempt(self.endpoint), self._options_of(call)
+        for replica in attempt:
+            with attempt:
+                response = await self._http.request(call.method, replica.base_url + call.path, **options)
+                return read_answer(call, response, replica)
+        raise attempt.failure()
 
     async def _while_away(self, state: RetryCallState) -> None:
         self._report_outage(state)

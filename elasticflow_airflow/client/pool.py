@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 import weakref
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -21,7 +22,7 @@ _MOST = 16
 _IDLE_S = 4.0
 """Less than the five seconds after which the service closes an idle connection, so as not to use a closing one."""
 
-_Key = tuple[str, Path | None, bool | str]
+_Key = tuple[str, tuple[str, ...], Path | None, bool | str]
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +30,11 @@ class _Pool:
     transport: httpx.AsyncHTTPTransport
     turns: asyncio.Semaphore
     """Requests queue here for a connection, because httpx would scan its whole queue with each request."""
+    has_replicas: bool
+    """Whether the connections lead to several replicas of the service."""
     clients: int = 0
+    silences: Counter[bytes] = field(default_factory=Counter)
+    """How often each replica could not be reached or did not answer in time, by host and port."""
     broken: bool = False
     """A connection failed: the next client gets a new pool, which reads the certificates again."""
 
@@ -45,10 +50,12 @@ def shared_transport(endpoint: Endpoint) -> httpx.AsyncBaseTransport | None:
     if endpoint.trust_env and urllib.request.getproxies():
         return None  # httpx uses proxies from the environment only with its own transports
     pools = _pools.setdefault(asyncio.get_running_loop(), {})
-    key = (endpoint.base_url, endpoint.socket_path, endpoint.verify)
+    key = (endpoint.base_url, endpoint.other_urls, endpoint.socket_path, endpoint.verify)
     pool = pools.get(key)
     if pool is None or pool.broken:
-        pool = pools[key] = _Pool(endpoint.open_async_transport(_MOST, _IDLE_S), asyncio.Semaphore(_MOST))
+        pool = pools[key] = _Pool(
+            endpoint.open_async_transport(_MOST, _IDLE_S), asyncio.Semaphore(_MOST), bool(endpoint.other_urls)
+        )
     pool.clients += 1
     return _SharedTransport(pool)
 
@@ -63,12 +70,19 @@ class _SharedTransport(httpx.AsyncBaseTransport):
         # No timeout for waiting in the pool: the requests ahead have timeouts of their own.
         limits = {**request.extensions.get("timeout", {}), "pool": None}
         request.extensions = {**request.extensions, "timeout": limits}
-        try:
-            async with self._pool.turns:
-                return await self._pool.transport.handle_async_request(request)
-        except httpx.TransportError:
-            self._pool.broken = True
-            raise
+        pool, replica = self._pool, request.url.netloc
+        silences = pool.silences[replica]
+        async with pool.turns:
+            if pool.has_replicas and pool.silences[replica] > silences:
+                # Otherwise a thousand requests would wait for it one after the other, while another could answer.
+                raise httpx.ConnectError("it did not answer others that were asked before", request=request)
+            try:
+                return await pool.transport.handle_async_request(request)
+            except httpx.TransportError as error:
+                if isinstance(error, httpx.TimeoutException | httpx.ConnectError):
+                    pool.silences[replica] += 1
+                pool.broken = True
+                raise
 
     async def aclose(self) -> None:
         if not self._is_open:

@@ -11,7 +11,7 @@ import httpx
 from tenacity import RetryCallState, Retrying
 
 from elasticflow_airflow.client.calls.call import BlockingCaller, Call
-from elasticflow_airflow.client.calls.exchange import read_answer, unreachable
+from elasticflow_airflow.client.calls.exchange import Attempt, read_answer
 from elasticflow_airflow.client.calls.service_calls import ServiceClient
 from elasticflow_airflow.client.endpoint import Endpoint
 from elasticflow_airflow.client.snapshot import Snapshot
@@ -25,7 +25,13 @@ class ElasticFlowClient(ServiceClient, BlockingCaller):
 
     ``retry_for_s``: how long to retry a call if the service does not answer, in seconds; 0 tries once. ``timeout_s``:
     limit of one request. ``on_away`` is called once per outage with the reason. With an embedded endpoint, a service
-    that is gone is restarted. Raises the errors of ``client.errors``. Not thread-safe.
+    that is gone is restarted. Raises the errors of ``client.errors``. Thread-safe.
+
+    If the endpoint has several replicas, each try asks them in turn, each once and without a pause, until one can help:
+    the next one after an error of the connection, a timeout, or an answer like 503; never after another answer. The
+    replica that answered last is asked first. A request that was executed although its answer was lost may so be
+    executed twice, at two replicas, which changes nothing: a repeated submit attaches to the job of the first one, and
+    the claim that it returns is the newer, valid one.
     """
 
     def __init__(
@@ -72,11 +78,12 @@ class ElasticFlowClient(ServiceClient, BlockingCaller):
         return answer
 
     def _exchange(self, call: Call[T]) -> T:
-        try:
-            response = self._http.request(call.method, call.path, **self._options_of(call))
-        except httpx.TransportError as error:
-            raise unreachable(error, self.endpoint) from error
-        return read_answer(call, response, self.endpoint)
+        attempt, options = Attempt(self.endpoint), self._options_of(call)
+        for replica in attempt:
+            with attempt:
+                response = self._http.request(call.method, replica.base_url + call.path, **options)
+                return read_answer(call, response, replica)
+        raise attempt.failure()
 
     def _while_away(self, state: RetryCallState) -> None:
         self._report_outage(state)

@@ -17,7 +17,7 @@ import httpx
 
 from elasticflow_airflow.client import ElasticFlowError, Endpoint
 from elasticflow_airflow.client.calls.call import Call
-from elasticflow_airflow.client.calls.exchange import read_answer, unreachable
+from elasticflow_airflow.client.calls.exchange import Attempt, read_answer, unreachable
 from elasticflow_airflow.client.errors import IncompatibleService, ServiceUnavailable
 from elasticflow_airflow.hooks import Address
 
@@ -72,31 +72,27 @@ class Source:
         return self._connect()[0].namespace
 
     def ask(self, call: Call[T]) -> T:
-        """Run a call once, without retries: the page polls again by itself."""
+        """Run a call once at each replica until one answers, without retries: the page polls again by itself."""
         address, http = self._connect()
-        limit_s = max(_TIMEOUT_S, call.timeout_s or 0.0)
+        limits = address.endpoint.timeout(max(_TIMEOUT_S, call.timeout_s or 0.0), connect_s=_CONNECT_S)
+        attempt = Attempt(address.endpoint, _away)
         if not self._room.acquire(timeout=_QUEUE_S):
             raise _busy()
         try:
-            response = http.request(
-                call.method,
-                call.path,
-                params=dict(call.params),
-                content=call.body,
-                headers={} if call.body is None else {"Content-Type": call.content_type},
-                timeout=httpx.Timeout(limit_s, connect=_CONNECT_S),
-            )
-        except httpx.TransportError as error:
-            raise _away(error, address.endpoint) from error
+            for replica in attempt:
+                with attempt:
+                    response = http.request(
+                        call.method,
+                        replica.base_url + call.path,
+                        params=dict(call.params),
+                        content=call.body,
+                        headers={} if call.body is None else {"Content-Type": call.content_type},
+                        timeout=limits,
+                    )
+                    return _read(call, response, replica)
         finally:
             self._room.release()
-        if response.status_code in (404, 405) and call.missing is None and not _is_problem(response):
-            raise IncompatibleService(
-                f"{address.endpoint} does not know {call.method} {call.path}",
-                "it is of another version: install the same elasticflow-airflow for Airflow and for the service",
-                "version",
-            )
-        return read_answer(call, response, address.endpoint)
+        raise attempt.failure()
 
     def share(self, call: Call[T], for_s: float) -> T:
         """Like ``ask``, but may return a response to another caller that is not older than ``for_s`` seconds."""
@@ -144,6 +140,16 @@ class Source:
 
 def _busy() -> ServiceUnavailable:
     return ServiceUnavailable("the service takes long to answer", "it is asked again by itself", "away")
+
+
+def _read(call: Call[T], response: httpx.Response, endpoint: Endpoint) -> T:
+    if response.status_code in (404, 405) and call.missing is None and not _is_problem(response):
+        raise IncompatibleService(
+            f"{endpoint} does not know {call.method} {call.path}",
+            "it is of another version: install the same elasticflow-airflow for Airflow and for the service",
+            "version",
+        )
+    return read_answer(call, response, endpoint)
 
 
 def _is_problem(response: httpx.Response) -> bool:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import pytest
 import typer
+from support.replicas import Replica
 from typer.main import get_command
 
 from elasticflow_airflow.airflow_cli import get_commands
@@ -249,6 +250,32 @@ def test_doctor_refuses_embedded_services_on_many_machines(parse, capsys, monkey
     assert found["connection"]["level"] == "problem"
     assert "CeleryExecutor" in found["connection"]["message"]
     assert "elasticflow serve" in found["connection"]["message"] + found["connection"]["remedy"]
+
+
+def test_doctor_looks_at_each_address_of_a_connection(parse, capsys, monkeypatch):
+    from elasticflow_airflow.airflow_cli import commands as airflow_commands
+
+    monkeypatch.setattr(airflow_commands, "_triggerer", lambda: airflow_commands.ok("triggerer", "runs"))
+    first, second = Replica(), Replica(started_at=1.0)
+    hosts = ",".join(one.url.removeprefix("http://") for one in (first, second))
+    monkeypatch.setenv("AIRFLOW_CONN_GPUS", json.dumps({"conn_type": "elasticflow", "host": hosts}))
+    given = parse("doctor", "--json", "--conn-id", "gpus")
+    given.func(given)
+    found = [one for one in json.loads(capsys.readouterr().out) if one["name"] in ("connection", "replicas")]
+    assert [one["level"] for one in found] == ["ok", "ok", "ok"]
+    for one, finding in zip((first, second), found, strict=False):
+        assert finding["message"].startswith(
+            f"the elasticflow service at {one.url} (elasticflow_conn_id='gpus') answered"
+        )
+    first.kill()
+    given.func(given)
+    found = {one["message"]: one["level"] for one in json.loads(capsys.readouterr().out)}
+    assert found[f"only {second.url} answers: without it, nobody is asked"] == "warning"
+    second.kill()
+    with pytest.raises(SystemExit):
+        given.func(given)
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out) if one["level"] == "problem"}
+    assert found["connection"]["message"].count("does not answer") == 2
 
 
 def test_doctor_knows_whether_a_triggerer_runs(airflow_db):

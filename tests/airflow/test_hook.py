@@ -7,6 +7,7 @@ import json
 import pytest
 from airflow.sdk import Connection
 from airflow.sdk.exceptions import AirflowNotFoundException
+from support.replicas import Replica, dead
 
 from elasticflow_airflow.exceptions import UnusableConnection
 from elasticflow_airflow.hooks import ElasticFlowHook
@@ -39,6 +40,63 @@ def test_tls(define, extra, verify):
     endpoint = define(host="gpu-host", schema="https", port=443, extra=extra).endpoint()
     assert endpoint.base_url == "https://gpu-host:443"
     assert endpoint.verify == verify
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"host": "ef-0:8080, ef-1", "schema": "https", "port": 99},
+        {"host": "https://ef-0:8080,ef-1:99", "schema": "https"},
+        {"extra": {"urls": "https://ef-0:8080,https://ef-1:99"}},
+        {"extra": {"urls": ["https://ef-0:8080", "ef-1"]}, "schema": "https", "port": 99},
+    ],
+)
+def test_replicas(define, fields):
+    endpoint = define(password="t0ken", **fields).endpoint()
+    assert [one.base_url for one in endpoint.replicas] == ["https://ef-0:8080", "https://ef-1:99"]
+    assert {(one.token, one.named_by) for one in endpoint.replicas} == {("t0ken", "elasticflow_conn_id='gpu'")}
+
+
+def test_a_host_may_have_its_port(define):
+    assert define(host="gpu-host:9000").endpoint().base_url == "http://gpu-host:9000"
+    assert define(host="gpu-host", port=9000).endpoint().base_url == "http://gpu-host:9000"
+    assert define(host="[::1]").endpoint().base_url == "http://[::1]:8321"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"host": "a,a:8321"}, "the address http://a:8321 is given twice"),
+        ({"host": "a,,b"}, "address 2 of 3 is empty"),
+        ({"host": "a:x,b"}, "'http://a:x' is no address of a service"),
+        ({"host": "a,unix:///run/s"}, "'unix:///run/s' is a socket"),
+        ({"host": "a", "extra": {"urls": "http://b"}}, "has the host 'a' and urls in its extra: give all addresses in"),
+        ({"extra": {"urls": {"a": 1}}}, r"has urls={'a': 1} in its extra: give a list"),
+        ({"extra": {"urls": ["http://a,http://b"]}}, "give a list of addresses, or a string"),
+    ],
+)
+def test_replicas_that_cannot_be(define, fields, words):
+    with pytest.raises(UnusableConnection, match=f"elasticflow_conn_id='gpu'.*{words}"):
+        define(**fields).endpoint()
+
+
+async def test_all_clients_of_a_connection_ask_the_next_replica(define, monkeypatch):
+    second = Replica(version="2.0")
+    with dead() as nobody:
+        hook = define(host=f"{nobody.removeprefix('http://')},{second.url}")
+
+        async def aget(conn_id):
+            return Connection(conn_id=conn_id, conn_type="elasticflow", host=f"{nobody},{second.url}")
+
+        with hook.client(retry_for_s=0) as client:
+            assert client.version()["version"] == "2.0"
+        assert hook.test_connection()[0]
+        monkeypatch.setattr(ElasticFlowHook, "aget_connection", staticmethod(aget))
+        async with await ElasticFlowHook("gpu").triggerer_client(None, retry_for_s=0) as waiting:
+            assert (await waiting.version())["version"] == "2.0"
+        second.kill()
+        said = hook.test_connection()[1]
+        assert said.startswith("none of the 2 addresses of the elasticflow service (elasticflow_conn_id='gpu') answers")
 
 
 def test_socket(define):

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.replicas import Replica, dead
 
 from elasticflow_airflow.client import Endpoint
 from elasticflow_airflow.client.calls.service_calls import calls
@@ -123,3 +124,13 @@ def test_a_changed_connection_is_noticed() -> None:
     clock.now = 30.0
     source.share(VERSION, 1000.0)
     assert asked == ["one.test", "two.test"]
+
+
+def test_the_next_replica_is_asked() -> None:
+    second = Replica(version="2.0")
+    with dead() as nobody:
+        source = Source(lambda: Address(Endpoint.from_url(f"{nobody},{second.url}"), "default"))
+        assert source.ask(VERSION)["version"] == "2.0"
+        second.kill()
+        with pytest.raises(ServiceUnavailable, match=r"none of the 2 addresses .* \(does not answer: .*; http"):
+            source.ask(VERSION)

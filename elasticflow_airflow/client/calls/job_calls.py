@@ -1,7 +1,7 @@
 """The calls for jobs, code and the service itself.
 
 All calls are idempotent (a repeated submit attaches), so a client may repeat any of them while the service is
-unavailable.
+unavailable, also at another replica, which reads the same database.
 """
 
 from __future__ import annotations
@@ -84,7 +84,11 @@ class JobCalls:
 
     @service_method
     def submit(self, submission: JobSubmission) -> Call[Attachment]:
-        """Submit, or attach to the live job or unacknowledged success of the same specification."""
+        """Submit, or attach to the live job or unacknowledged success of the same specification.
+
+        May be repeated, also at another replica, if the answer was lost: the job is the same, and the claim that is
+        returned last is the valid one.
+        """
         return Call(
             method="PUT",
             path=job_path(submission.identity.job_id),

@@ -58,7 +58,7 @@ class ServiceClient(ServiceCalls):
             "params": dict(call.params),
             "content": call.body,
             "headers": {} if call.body is None else {"Content-Type": call.content_type},
-            "timeout": max(self._timeout_s, call.timeout_s or 0.0),
+            "timeout": self.endpoint.timeout(max(self._timeout_s, call.timeout_s or 0.0)),
         }
 
     def _retry_rules(self) -> dict[str, Any]:

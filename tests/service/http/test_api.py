@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 import sqlalchemy as sa
+from support.replicas import Replica
 from support.service_parts import insight_of, parts_of
 
-from elasticflow_airflow.api import Command, Event, Health, JobIdentity, JobSubmission, Length, Problem
+from elasticflow_airflow.api import Attachment, Command, Event, Health, JobIdentity, JobSubmission, Length, Problem
 from elasticflow_airflow.api.insight import ClusterHistory, ClusterNow, JobStory, StackDump, WhatIf
-from elasticflow_airflow.client import ElasticFlowClient, Unauthorized, snapshot_folder
+from elasticflow_airflow.client import ElasticFlowClient, Endpoint, StaleClaim, Unauthorized, snapshot_folder
 from elasticflow_airflow.client.calls.service_calls import calls
 from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.http.parts import InsightServices
@@ -444,12 +445,12 @@ def client(served) -> Iterator[ElasticFlowClient]:
 
 
 @pytest.fixture
-def finished_job(client, tmp_path):
-    """A job that has trained on the served service."""
+def submission(client, tmp_path):
+    """Of a job for the served service, which has its code."""
     (tmp_path / "train.py").write_text("print()")
     snapshot = snapshot_folder(tmp_path)
     client.upload_snapshot(snapshot)
-    submission = JobSubmission(
+    return JobSubmission(
         identity=JobIdentity(dag_id="api", run_id=tmp_path.name, task_id="train"),
         command=Command(snapshot=snapshot.sha256, script="train.py"),
         length=Length(steps=20),
@@ -457,6 +458,11 @@ def finished_job(client, tmp_path):
         best_effort=True,
         scaling_curve=CURVE,
     )
+
+
+@pytest.fixture
+def finished_job(client, submission):
+    """A job that has trained on the served service."""
     return client.submit(submission).job.job_id
 
 
@@ -501,6 +507,31 @@ def test_the_token_is_asked_for_over_tcp(served, client):
         assert httpx.get(f"{served.base_url}{path}", headers=headers, trust_env=False).status_code == status
     with pytest.raises(Unauthorized), ElasticFlowClient(type(served)(base_url=served.base_url), retry_for_s=0) as bare:
         bare.health()
+
+
+def test_a_submit_that_was_executed_though_its_answer_was_lost_is_repeated_elsewhere(served, client, submission):
+    """The first address passes it on to the service, and dies before it answers; the other one repeats it."""
+    lost: list[Attachment] = []
+
+    def pass_on_and_die(request) -> None:
+        marks = {name: request.headers[name] for name in ("Authorization", "Content-Type")}
+        url = f"{served.base_url}{request.path}"
+        answer = httpx.request(request.command, url, content=request.body, headers=marks, trust_env=False, timeout=60)
+        lost.append(Attachment.model_validate_json(answer.content))
+        raise ConnectionResetError
+
+    first = Replica(behave=pass_on_and_die)
+    both = Endpoint.from_url(f"{first.url},{served.base_url}", token=TOKEN)
+    with ElasticFlowClient(both, retry_for_s=0) as replicas:
+        found = replicas.submit(submission)
+        assert (lost[0].created, found.created) == (True, False)
+        assert (found.job.job_id, found.job.incarnation) == (lost[0].job.job_id, lost[0].job.incarnation)
+        assert found.claim > lost[0].claim
+        assert replicas.renew(found.job.job_id, found.claim).job_id == found.job.job_id
+        with pytest.raises(StaleClaim):
+            replicas.renew(found.job.job_id, lost[0].claim)
+    first.kill()
+    assert [event.kind for event in client.events(found.job.job_id)].count("submitted") == 1
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------
