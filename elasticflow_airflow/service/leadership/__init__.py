@@ -1,0 +1,1 @@
+"""Several services on one database: what they agree on, and who of them decides."""
