@@ -13,6 +13,7 @@ import pytest
 from pydantic import SecretStr
 
 from elasticflow_airflow.engines.cluster.agent_server import AgentOptions
+from elasticflow_airflow.engines.local.files.records import FileRecords
 from elasticflow_airflow.engines.port import EngineError
 from elasticflow_airflow.engines.ray import agent_process, node_actor, ray_directory, ray_engine
 from elasticflow_airflow.engines.ray.messages import AgentSettings, ClientSettings, ClusterView, WantedNodes
@@ -56,7 +57,7 @@ def follow(tmp_path: Path) -> Iterator[Callable[[], tuple[RayDirectory, list[Map
 
     def begin() -> tuple[RayDirectory, list[Mapping[str, str]]]:
         moves: list[Mapping[str, str]] = []
-        made.append(RayDirectory(settings(tmp_path), tmp_path, moves.append))
+        made.append(RayDirectory(settings(tmp_path), tmp_path, FileRecords(tmp_path), moves.append))
         return made[-1], moves
 
     yield begin

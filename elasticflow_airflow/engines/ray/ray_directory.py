@@ -16,12 +16,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from elasticflow_airflow.engines.local.files.records import Records
+from elasticflow_airflow.engines.port import EngineError
 from elasticflow_airflow.engines.ray.messages import ClientSettings, ClusterView, WantedNodes
-from elasticflow_airflow.runtime.protocol import write_atomic
 
 _AGAIN_S, _LONGEST_AGAIN_S = 1.0, 10.0
 _LOG_BYTES = 1 << 20
 _LEAVE_LIMIT_S = 3.0
+_NOTE = "ray-nodes"
 
 logger = logging.getLogger("elasticflow.ray")
 
@@ -29,19 +31,24 @@ logger = logging.getLogger("elasticflow.ray")
 class RayDirectory:
     """A thread that follows the Ray client. ``moved`` is called with the agents' addresses, by node, when they change.
 
-    ``state_dir``: the last addresses are kept there for a service that starts while the head is away.
+    ``records``: the last addresses are noted there for the next service: the head may be away then, and Ray's client
+    takes seconds to connect. ``state_dir``: for the client's log.
     """
 
-    def __init__(self, settings: ClientSettings, state_dir: Path, moved: Callable[[Mapping[str, str]], None]) -> None:
+    def __init__(
+        self, settings: ClientSettings, state_dir: Path, records: Records, moved: Callable[[Mapping[str, str]], None]
+    ) -> None:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._settings, self._moved = settings, moved
-        self._log, self._known = state_dir / "ray-client.log", state_dir / "ray-nodes.json"
+        self._log, self._records = state_dir / "ray-client.log", records
         self._client: subprocess.Popen[bytes] | None = None
         self._wanted: WantedNodes | None = None
         self._lock = threading.Lock()
         self._stop, self._has_answered = threading.Event(), threading.Event()
         self.view = self._from_before()
         self._addresses = self.view.nodes
+        self.knows_from_before = bool(self._addresses)
+        """Whether addresses were noted."""
         if self._addresses:
             moved(self._addresses)
         self._thread = threading.Thread(target=self._run, name="elasticflow-ray", daemon=True)
@@ -91,8 +98,8 @@ class RayDirectory:
 
     def _from_before(self) -> ClusterView:
         try:
-            return ClusterView.model_validate_json(self._known.read_bytes())
-        except (OSError, ValidationError):
+            return ClusterView.model_validate(self._records.note(_NOTE) or {})
+        except ValidationError:
             return ClusterView()
 
     def _run(self) -> None:
@@ -149,6 +156,9 @@ class RayDirectory:
             return
         if view.nodes != self._addresses:
             self._addresses = view.nodes
-            write_atomic(self._known, ClusterView(nodes=view.nodes).model_dump_json().encode())
             self._moved(view.nodes)
+            try:
+                self._records.keep_note(_NOTE, ClusterView(nodes=view.nodes).model_dump(mode="json"))
+            except EngineError as error:  # Noted when they change again; the next service asks Ray.
+                logger.warning("where the agents are cannot be noted: %s", error)
         self._has_answered.set()
