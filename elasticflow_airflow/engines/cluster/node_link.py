@@ -393,10 +393,13 @@ class NodeLink:
             place, stamp = job_folder.place_of(path), job_folder.stamp_of(self._root / path)
             if place is None or stamp is None:
                 continue
-            if place.direction is Direction.DOWN:
+            if place.worker_id is None:
                 self._sent[path] = stamp
             else:
                 self._came.add(path)
+        for copy in recalled.copies:
+            if copy.offset is not None:  # What follows is sent.
+                self._sent[copy.path] = (0, 0, len(copy.data))
         for incarnation in incarnations:
             self.mark(incarnation)
             self._on_across(self, f"{incarnation}/membership.json")
