@@ -460,11 +460,14 @@ def test_a_leader_that_leads_again_begins_with_an_empty_folder(cluster: Cluster)
     with cluster.led_by(cluster.lease.elect()) as first:
         assert states(first)[1].state is GangState.RUNNING
     later = cluster.gang(2, ids=("g000001-r000", "g000001-r001"))
-    with cluster.led_by(cluster.lease.elect()) as second:
+    leader = cluster.lease.elect()
+    with cluster.led_by(leader) as second:
         assert states(second)[1].state is GangState.RUNNING
         cluster.record(gang, later)
+        cluster.plan(later).write(leader.root / HERE)  # It changes the gang in place.
+        second.renew("job")
         for node in cluster.nodes:
-            cluster.plan(later).write(node.folder)  # It changes the gang in place.
+            wait_until(lambda node=node: Membership.read(node.folder) == cluster.plan(later), "the plan arrives")
     with cluster.led_by(cluster.lease.elect()) as third:
         third.renew("job")
         time.sleep(0.3)
@@ -658,6 +661,22 @@ def test_a_record_is_read_with_another_folder_and_one_of_the_release_before_as_i
     assert JobRecord.from_json(raw, tmp_path / "a") == job
     before = {**raw, "incarnation_dirs": {"1": gang.incarnation_dir}, "gangs": [asdict(gang)]}
     assert JobRecord.from_json(json.loads(json.dumps(before)), tmp_path / "a") == job
+
+
+def test_a_service_that_gets_others_beside_it_takes_its_own_records_along_once(cluster: Cluster) -> None:
+    gang = cluster.gang()
+    for node in cluster.nodes:
+        cluster.lay(node, gang)
+    first, second = cluster.lease.elect(), Leader(cluster.lease, 2)
+    for one, job_id in ((first, "job"), (second, "ancient")):
+        here = replace(gang, incarnation_dir=str(one.code_root / HERE))
+        job = JobRecord(job_id=job_id, latest=1, incarnation_dirs={1: here.incarnation_dir}, gangs={1: here})
+        FileRecords(one.code_root).save(job_id, job.to_json(Path("/")) | {"gangs": [asdict(here)]})
+    with cluster.led_by(first) as engine:
+        assert states(engine)[1].state is GangState.RUNNING
+    cluster.lease.elect()
+    with cluster.led_by(second) as engine:
+        assert [(seen.job_id, seen.state) for seen in engine.observe()] == [("job", GangState.RUNNING)]
 
 
 def test_checkpoints_are_found_from_an_empty_folder(tmp_path: Path) -> None:

@@ -389,14 +389,12 @@ class NodeLink:
             with_our_time=lambda beat: with_time(beat, self.offset_s),
             complain=self._complain_of,
         )
-        for path in taker.take(recalled):
-            place, stamp = job_folder.place_of(path), job_folder.stamp_of(self._root / path)
-            if place is None or stamp is None:
-                continue
-            if place.worker_id is None:
-                self._sent[path] = stamp
-            else:
+        for path, stamp in taker.take(recalled).items():
+            place = job_folder.place_of(path)
+            if place is not None and place.worker_id is not None:
                 self._came.add(path)
+            else:
+                self._sent[path] = stamp
         for copy in recalled.copies:
             if copy.offset is not None:  # What follows is sent.
                 self._sent[copy.path] = (0, 0, len(copy.data))

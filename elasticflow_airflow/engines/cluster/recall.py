@@ -8,6 +8,7 @@ that goes with the newest plan counts: a service may have died before it had tol
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from elasticflow_airflow.engines.cluster.messages import FilePart
 from elasticflow_airflow.engines.local.node_facts import NodeFacts
 
 _SESSION, _PLAN = "session.json", "membership.json"
+_TAKING = threading.Lock()
+"""What a node brings is compared with what is here: nodes bring it one at a time."""
 
 
 @dataclass(slots=True)
@@ -78,8 +81,13 @@ class Taker:
     with_our_time: Callable[[FilePart], bytes]
     complain: Callable[[str, object], None]
 
-    def take(self, recalled: Recalled) -> list[str]:
-        """Return the paths of the files that count as the node has them."""
+    def take(self, recalled: Recalled) -> dict[str, tuple[int, int, int]]:
+        """Return the files that are now as the node has them, by path, with their stamps."""
+        with _TAKING:
+            taken = ((path, job_folder.stamp_of(self.root / path)) for path in self._take_all(recalled))
+            return {path: stamp for path, stamp in taken if stamp is not None}
+
+    def _take_all(self, recalled: Recalled) -> list[str]:
         here = {node.node_id for node in self.facts.nodes}
         plans = {
             job_folder.incarnation_of(part.path): _rank_of(part.data)

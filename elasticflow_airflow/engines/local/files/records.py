@@ -7,6 +7,7 @@ with another folder can go on from them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -242,3 +243,19 @@ class FileRecords:
 
     def _path(self, job_id: str) -> Path:
         return self._folder / f"{job_id}.json"
+
+
+def adopt_files(root: Path, records: Records) -> list[str]:
+    """Take over the records that a service had in files below ``root`` before it had others beside it.
+
+    Only where nothing is on record yet: later, files that are still somewhere tell of what was long ago. Returns the
+    ids of their jobs. Raises OSError and EngineError.
+    """
+    if not (root / "engine").is_dir() or any(records.load()):
+        return []
+    adopted = []
+    for job_id, raw in FileRecords(root).load()[0].items():
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # It stays where it is, damaged.
+            records.save(job_id, JobRecord.from_json(raw, root).to_json(root))
+            adopted.append(job_id)
+    return adopted
