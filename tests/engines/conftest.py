@@ -447,7 +447,8 @@ class RayBench(ClusterBench):
             reserved=True,
         )
         client = ClientSettings(address=self.address, slots=2, allow_insecure=True, agent=agent)
-        engine = open_ray_engine(self.base / state, client, suspicion_s=self.suspicion_s, **options)
+        root = options["leadership"].fencing.root if "leadership" in options else self.base / state
+        engine = open_ray_engine(root, client, suspicion_s=self.suspicion_s, **options)
         wait_until(lambda: len(engine.inventory()) == 2, "both nodes are there")
         return engine
 

@@ -466,12 +466,12 @@ def test_a_leader_that_leads_again_begins_with_an_empty_folder(cluster: Cluster)
         cluster.record(gang, later)
         cluster.plan(later).write(leader.root / HERE)  # It changes the gang in place.
         second.renew("job")
-        for node in cluster.nodes:
-            wait_until(lambda node=node: Membership.read(node.folder) == cluster.plan(later), "the plan arrives")
+        plans = [cluster.plan(later)] * 2
+        wait_until(lambda: [Membership.read(node.folder) for node in cluster.nodes] == plans, "the plan arrives")
     with cluster.led_by(cluster.lease.elect()) as third:
         third.renew("job")
         time.sleep(0.3)
-        assert [Membership.read(node.folder) for node in cluster.nodes] == [cluster.plan(later)] * 2
+        assert [Membership.read(node.folder) for node in cluster.nodes] == plans
         assert third.latest("job") == 2
 
 

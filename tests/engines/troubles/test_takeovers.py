@@ -6,11 +6,13 @@ import re
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.gang import install
+from support.leaders import Leader, Lease
 
 from elasticflow_airflow.engines.local.files.generation_folder import StopOrder, SupervisorFolder
 from elasticflow_airflow.engines.port import GangOutcome, GangSpec, GangState, SupersededError
@@ -18,7 +20,7 @@ from elasticflow_airflow.runtime.protocol import Membership, ReportKind, Rescale
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 if TYPE_CHECKING:
-    from conftest import TakeoverBench
+    from conftest import RayBench, TakeoverBench
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).parents[2] / "support" / "train_small.py"
@@ -137,6 +139,31 @@ def test_a_change_in_place_is_completed_by_the_next_leader(takeover_bench: Takeo
     over(bench)
 
 
+def test_what_no_node_has_heard_of_is_done_by_the_next_leader(takeover_bench: TakeoverBench) -> None:
+    """The former one died after it had put it on record."""
+    bench = takeover_bench
+    assert bench.leader is not None
+    bench.leader.is_mute = True
+    with suppress(SupersededError):
+        bench.engine.apply(job(bench, 1, A))
+    bench.take_over()
+    assert bench.engine.latest("job") == 1
+    bench.engine.apply(job(bench, 1, A))
+    bench.wait_state(1, GangState.RUNNING)
+    bench.leader.is_mute = True
+    with suppress(SupersededError):
+        bench.engine.apply(job(bench, 2, A, C))
+    bench.take_over()
+    assert bench.look()[2].state is GangState.STARTING
+    bench.engine.apply(job(bench, 2, A, C))
+    bench.wait_state(2, GangState.RUNNING)
+    bench.leader.is_mute = True
+    with suppress(SupersededError):
+        bench.engine.stop("job", 10.0, "the user wants it")
+    bench.take_over()
+    over(bench)
+
+
 def test_a_stop_is_completed_by_the_next_leader(takeover_bench: TakeoverBench) -> None:
     bench = takeover_bench
     bench.engine.apply(job(bench, 1, A, C))
@@ -169,3 +196,35 @@ def test_a_takeover_while_a_node_is_silent_goes_on_without_it(takeover_bench: Ta
     hurry(bench)
     finished(bench, 2)
     assert weights(bench) == undisturbed(bench, epochs)
+
+
+@pytest.mark.ray
+def test_on_ray_agents_are_spoken_to_before_ray_is_there(ray_bench: RayBench) -> None:
+    bench, lease = ray_bench, Lease(ray_bench.base)
+    bench.engine.close()
+
+    def lead() -> Leader:
+        leader = lease.elect()
+        bench.engine = bench.make(leadership=leader.leadership())
+        return leader
+
+    def spec(generation: int, workers: int) -> GangSpec:
+        found = bench.spec(generation, workers)
+        return replace(found, session=replace(found.session, incarnation_dir=str(bench.engine.files.folder("job", 1))))
+
+    former = lead()
+    bench.engine.apply(spec(1, 2))
+    pids = [worker.pid for worker in bench.wait_state(1, GangState.RUNNING).workers]
+    old, former.knows = bench.engine, False
+    bench.reports.clear()
+    began_s = time.monotonic()
+    lead()
+    gang = bench.look()[1]
+    print(f"on Ray, from opening the engine to the first look: {time.monotonic() - began_s:.3f} s")
+    assert gang.state is GangState.RUNNING
+    assert [worker.pid for worker in gang.workers] == pids
+    with suppress(SupersededError):
+        old.observe()
+    old.close()
+    bench.engine.stop("job", 10.0, "the test has seen enough")
+    assert bench.wait_state(1, GangState.ENDED).outcome is GangOutcome.STOPPED
