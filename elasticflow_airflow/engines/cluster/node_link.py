@@ -128,6 +128,8 @@ class NodeLink:
         self.key, self.url, self._root, self._fencing, self._probe = key, url, root, fencing, probe
         self._on_across, self._on_introduced = on_across, on_introduced
         self._code_root, self._prepare = root if code_root is None else code_root, prepare
+        self._known_version = 0
+        """What had changed up to then at the node is known when it has been introduced."""
         self.was_recalled = prepare is None
         """Whether all is here that the node had of jobs before."""
         self._seal = Seal(token)
@@ -300,9 +302,10 @@ class NodeLink:
             try:
                 if not self._connected:
                     await self._introduce()
-                    version, sizes = 0, await asyncio.to_thread(self._sizes_here)
+                    version, sizes = self._known_version, await asyncio.to_thread(self._sizes_here)
                 asked_s, begun_s = time.time(), time.monotonic()
-                request = Pull(epoch=self._fencing.epoch(), version=version, sizes=sizes, wait_s=PULL_WAIT_S)
+                wait_s = PULL_WAIT_S if self.is_current else 0.0
+                request = Pull(epoch=self._fencing.epoch(), version=version, sizes=sizes, wait_s=wait_s)
                 answer = PullAnswer.model_validate_json(await self._post("/pull", request.model_dump_json()))
                 if answer.instance != self._instance:
                     self._connected = False  # It was started again, and may know nothing.
@@ -353,6 +356,7 @@ class NodeLink:
         self._sent.clear()
         self._came.clear()
         self._started.clear()
+        self._known_version = 0
         if not self.was_recalled:
             self.introduction = found  # Whose node it is counts, also where it cannot tell what it has.
             await self._recall(found)
@@ -374,14 +378,15 @@ class NodeLink:
                 raise
             if answer.instance != introduction.instance:
                 raise ValueError("the agent was started again")
-            await asyncio.to_thread(self._take_recalled, Recalled(answer.files, answer.copies), introduction)
-            after = answer.last
+            await asyncio.to_thread(self._take_recalled, answer, introduction)
+            after, self._known_version = answer.last, answer.version
 
-    def _take_recalled(self, recalled: Recalled, introduction: Introduction) -> None:
+    def _take_recalled(self, answer: RecallAnswer, introduction: Introduction) -> None:
         assert self._prepare is not None
-        incarnations = {job_folder.incarnation_of(part.path) for part in (*recalled.files, *recalled.copies)}
-        for incarnation in incarnations:
-            self._prepare(incarnation)
+        parts = (*answer.files, *answer.copies)
+        for incarnation in {*answer.ended, *(job_folder.incarnation_of(part.path) for part in parts)}:
+            if job_folder.place_of(f"{incarnation}/session.json") is not None:
+                self._prepare(incarnation)
         taker = Taker(
             root=self._root,
             code_root=self._code_root,
@@ -389,18 +394,15 @@ class NodeLink:
             with_our_time=lambda beat: with_time(beat, self.offset_s),
             complain=self._complain_of,
         )
-        for path, stamp in taker.take(recalled).items():
+        for path, stamp in taker.take(Recalled(answer.files, answer.copies)).items():
             place = job_folder.place_of(path)
             if place is not None and place.worker_id is not None:
                 self._came.add(path)
             else:
                 self._sent[path] = stamp
-        for copy in recalled.copies:
+        for copy in answer.copies:
             if copy.offset is not None:  # What follows is sent.
                 self._sent[copy.path] = (0, 0, len(copy.data))
-        for incarnation in incarnations:
-            self.mark(incarnation)
-            self._on_across(self, f"{incarnation}/membership.json")
 
     def _sizes_here(self) -> dict[str, int]:
         """Return how much of growing files has arrived before, for the supervisors that may not have ended."""
