@@ -609,6 +609,17 @@ def test_logs_that_the_former_leader_had_no_time_to_keep_are_kept_by_the_next(cl
     assert len(list((cluster.base / "shared" / HERE / "logs").iterdir())) == 2
 
 
+def test_logs_that_were_kept_and_not_noted_are_found(cluster: Cluster) -> None:
+    """The former leader died in between, and no node has anything of the job any more."""
+    cluster.record()
+    log = cluster.base / "shared" / HERE / "logs" / "g000001-r000.log.000000000000"
+    log.parent.mkdir(parents=True)
+    log.write_text("said")
+    with cluster.led_by(cluster.lease.elect()) as engine:
+        wait_until(lambda: (engine.observe(), _archived(cluster))[1] == [1], "it is noted")
+        assert engine.read_log("job", 1, "g000001-r000", 0, 100).data == b"said"
+
+
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_logs_are_kept_once_the_storage_is_there(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticflow_airflow.engines.cluster.log_archive.AGAIN_S", 0.05)

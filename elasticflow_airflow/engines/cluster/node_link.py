@@ -52,6 +52,7 @@ PULL_WAIT_S = 0.5
 """How long an agent may wait for news: a node that lives answers at least this often."""
 ANSWER_LIMIT_S = 3.0
 RETRY_S = 0.3
+NEW_AGENT_S = 2.0
 BATCH_S = 0.01
 """Changes that come within this time are sent together."""
 PUSH_BYTES = 4 << 20
@@ -317,9 +318,11 @@ class NodeLink:
                 sizes = {file.path: self._size_after(file) for file in answer.files if file.offset is not None}
             except Exception as error:  # noqa: BLE001  (whatever it is, this node is tried again, and the others go on)
                 self._complain(error)
-                await asyncio.sleep(RETRY_S)
-                if isinstance(error, SupersededError | _NotRecalledError):
-                    self.answered_s += time.monotonic() - tried_s  # It is not the node that is silent.
+                # An agent is exchanged by people; each try writes to the shared storage.
+                pause_s = NEW_AGENT_S if isinstance(error, _NotRecalledError) else RETRY_S
+                if isinstance(error, SupersededError | _NotRecalledError):  # It is not the node that is silent.
+                    self.answered_s += time.monotonic() - tried_s + pause_s
+                await asyncio.sleep(pause_s)
 
     async def _push_for_ever(self) -> None:
         while True:

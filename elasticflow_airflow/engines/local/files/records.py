@@ -7,7 +7,7 @@ with another folder can go on from them.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,6 +18,8 @@ from elasticflow_airflow.engines.local.files.errors import is_of_the_machine
 from elasticflow_airflow.engines.local.files.generation_folder import StopOrder, SupervisorFolder
 from elasticflow_airflow.runtime.protocol import Member, read_json, write_json_atomic
 from elasticflow_airflow.scheduler_core.model.values import Slot
+
+logger = logging.getLogger("elasticflow.engine")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,7 +257,11 @@ def adopt_files(root: Path, records: Records) -> list[str]:
         return []
     adopted = []
     for job_id, raw in FileRecords(root).load()[0].items():
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # It stays where it is, damaged.
-            records.save(job_id, JobRecord.from_json(raw, root).to_json(root))
-            adopted.append(job_id)
+        try:
+            record = JobRecord.from_json(raw, root).to_json(root)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("the engine's record of job %s in %s cannot be taken over: %r", job_id, root, error)
+            continue
+        records.save(job_id, record)
+        adopted.append(job_id)
     return adopted
