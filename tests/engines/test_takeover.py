@@ -460,15 +460,18 @@ def test_a_leader_that_leads_again_begins_with_an_empty_folder(cluster: Cluster)
     with cluster.led_by(cluster.lease.elect()) as first:
         assert states(first)[1].state is GangState.RUNNING
     later = cluster.gang(2, ids=("g000001-r000", "g000001-r001"))
-    with cluster.led_by(cluster.lease.elect()) as second:
+    leader = cluster.lease.elect()
+    with cluster.led_by(leader) as second:
         assert states(second)[1].state is GangState.RUNNING
         cluster.record(gang, later)
-        for node in cluster.nodes:
-            cluster.plan(later).write(node.folder)  # It changes the gang in place.
+        cluster.plan(later).write(leader.root / HERE)  # It changes the gang in place.
+        second.renew("job")
+        plans = [cluster.plan(later)] * 2
+        wait_until(lambda: [Membership.read(node.folder) for node in cluster.nodes] == plans, "the plan arrives")
     with cluster.led_by(cluster.lease.elect()) as third:
         third.renew("job")
         time.sleep(0.3)
-        assert [Membership.read(node.folder) for node in cluster.nodes] == [cluster.plan(later)] * 2
+        assert [Membership.read(node.folder) for node in cluster.nodes] == plans
         assert third.latest("job") == 2
 
 
@@ -606,6 +609,17 @@ def test_logs_that_the_former_leader_had_no_time_to_keep_are_kept_by_the_next(cl
     assert len(list((cluster.base / "shared" / HERE / "logs").iterdir())) == 2
 
 
+def test_logs_that_were_kept_and_not_noted_are_found(cluster: Cluster) -> None:
+    """The former leader died in between, and no node has anything of the job any more."""
+    cluster.record()
+    log = cluster.base / "shared" / HERE / "logs" / "g000001-r000.log.000000000000"
+    log.parent.mkdir(parents=True)
+    log.write_text("said")
+    with cluster.led_by(cluster.lease.elect()) as engine:
+        wait_until(lambda: (engine.observe(), _archived(cluster))[1] == [1], "it is noted")
+        assert engine.read_log("job", 1, "g000001-r000", 0, 100).data == b"said"
+
+
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_logs_are_kept_once_the_storage_is_there(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticflow_airflow.engines.cluster.log_archive.AGAIN_S", 0.05)
@@ -658,6 +672,22 @@ def test_a_record_is_read_with_another_folder_and_one_of_the_release_before_as_i
     assert JobRecord.from_json(raw, tmp_path / "a") == job
     before = {**raw, "incarnation_dirs": {"1": gang.incarnation_dir}, "gangs": [asdict(gang)]}
     assert JobRecord.from_json(json.loads(json.dumps(before)), tmp_path / "a") == job
+
+
+def test_a_service_that_gets_others_beside_it_takes_its_own_records_along_once(cluster: Cluster) -> None:
+    gang = cluster.gang()
+    for node in cluster.nodes:
+        cluster.lay(node, gang)
+    first, second = cluster.lease.elect(), Leader(cluster.lease, 2)
+    for one, job_id in ((first, "job"), (second, "ancient")):
+        here = replace(gang, incarnation_dir=str(one.code_root / HERE))
+        job = JobRecord(job_id=job_id, latest=1, incarnation_dirs={1: here.incarnation_dir}, gangs={1: here})
+        FileRecords(one.code_root).save(job_id, job.to_json(Path("/")) | {"gangs": [asdict(here)]})
+    with cluster.led_by(first) as engine:
+        assert states(engine)[1].state is GangState.RUNNING
+    cluster.lease.elect()
+    with cluster.led_by(second) as engine:
+        assert [(seen.job_id, seen.state) for seen in engine.observe()] == [("job", GangState.RUNNING)]
 
 
 def test_checkpoints_are_found_from_an_empty_folder(tmp_path: Path) -> None:

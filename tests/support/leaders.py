@@ -34,6 +34,8 @@ class Leader:
     lease: Lease
     number: int
     knows: bool = True
+    is_mute: bool = False
+    """It sends nothing any more, as if it died now: what it puts on record is all that remains of it."""
     saved: list[str] = field(default_factory=list)
 
     @property
@@ -55,6 +57,8 @@ class Leader:
     # Fencing
 
     def epoch(self) -> int:
+        if self.is_mute:
+            raise SupersededError("this service is about to die")
         if self.knows:
             self.check()
         return FIRST_EPOCH + self.number

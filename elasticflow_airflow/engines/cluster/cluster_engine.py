@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from elasticflow_airflow.engines.cluster.messages import introduction_of
 from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage, open_shared_storage
 from elasticflow_airflow.engines.local.engine import TorchrunEngine
 from elasticflow_airflow.engines.local.files import worker_logs
+from elasticflow_airflow.engines.local.files.records import adopt_files
 from elasticflow_airflow.engines.local.node_manager import offer
 from elasticflow_airflow.engines.port import EngineError, EngineNode
+
+logger = logging.getLogger("elasticflow.node")
 
 
 def open_cluster_engine(
@@ -69,6 +73,9 @@ def engine_over(
         nodes.wait_for_nodes(wait_s)
         if leadership is not None:
             nodes.log_archive = StorageArchive(state_dir, storage)
+            adopted = adopt_files(leadership.code_root.resolve(), leadership.records)
+            if adopted:
+                logger.info("the records of %d jobs were taken over from files of this service", len(adopted))
         return TorchrunEngine(
             name,
             state_dir,

@@ -107,7 +107,7 @@ class ClusterNodes:
         self.log_archive: StorageArchive | None = None
         """Is closed with the connections."""
         self._token, self._leadership = token, leadership
-        self._fencing: Fencing = OwnEpoch() if leadership is None else leadership.fencing
+        self.fencing: Fencing = OwnEpoch() if leadership is None else leadership.fencing
         self._addresses: Mapping[str, str] = {}
         self._links: list[NodeLink] = []
         """Replaced as a whole when it changes: the engine reads it in other threads."""
@@ -142,7 +142,7 @@ class ClusterNodes:
                     url,
                     self._token,
                     self._root,
-                    self._fencing,
+                    self.fencing,
                     self._probe,
                     self._send_across,
                     self._check_names,
@@ -377,7 +377,7 @@ class ClusterNodes:
 
         Raises SupersededError.
         """
-        self._fencing.epoch()
+        self.fencing.epoch()
         if time.monotonic() - self._ticked_s > _STALL_S:
             return  # It is this service that stands still: answers may be there, unread.
         for link in self._links:
@@ -525,7 +525,7 @@ class ClusterNodes:
         ticking = asyncio.ensure_future(self._tick())
         await self._stop.wait()
         with contextlib.suppress(TimeoutError, SupersededError):
-            self._fencing.epoch()  # Otherwise nothing can be sent any more.
+            self.fencing.epoch()  # Otherwise nothing can be sent any more.
             await asyncio.wait_for(asyncio.gather(*(link.flush() for link in self._present())), _LAST_PUSH_S)
         tasks = [ticking, *self._conversations.values()]
         for task in tasks:

@@ -100,8 +100,10 @@ class StorageArchive:
                     self._storage.remove(f"{task.incarnation}/logs/{file}")
                 return True
             folders = [path for _, path in job_folder.supervisor_folders(self._root, task.incarnation)]
-            if not folders:
-                return True  # No node has anything of it.
+            if not folders:  # No node has anything of it: a service before this one may have copied its logs.
+                if self._storage.names(f"{task.incarnation}/logs"):
+                    self._kept.put(self._root / task.incarnation)
+                return True
             over = all(job_folder.has_ended(self._root / path) for path in folders)
             if not over and time.monotonic() - task.since_s < COMPLETE_LIMIT_S:
                 return False

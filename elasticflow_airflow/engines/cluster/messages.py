@@ -152,10 +152,13 @@ class Recall(Message):
 class RecallAnswer(Message):
     """What the node has (see ``recall.py``), up to the incarnation ``last``; None: there is no more.
 
-    ``copies``: what workers of other nodes have said, as far as it was sent here.
+    ``copies``: what workers of other nodes have said, as far as it was sent here. ``ended``: incarnations that have
+    ended lately. They are told of by pulling, as is everything that changes after ``version``.
     """
 
     instance: str
+    version: int
+    ended: list[str] = []
     files: list[FilePart] = []
     copies: list[FilePart] = []
     last: str | None = None

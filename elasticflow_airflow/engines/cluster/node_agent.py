@@ -39,7 +39,7 @@ from elasticflow_airflow.engines.cluster.messages import (
     Seal,
     SupervisorState,
 )
-from elasticflow_airflow.engines.cluster.recall import files_here
+from elasticflow_airflow.engines.cluster.recall import Recalled, files_here
 from elasticflow_airflow.engines.cluster.shared_storage import answer_probe, open_shared_storage
 from elasticflow_airflow.engines.job_files import remove
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, SupervisorSpec
@@ -374,28 +374,39 @@ class NodeAgent:
             self._check_epoch(recall.epoch)
             self._keep_epoch()
             self._manager.reap()
-            now_s = time.monotonic()
-            for incarnation in job_folder.unfinished(self._root, self._manager.nodes, _ended_long_ago):
-                self._watched.setdefault(incarnation, _Watched(now_s)).changed_s = now_s
-            answer = RecallAnswer(instance=self._instance)
+            nodes = self._manager.nodes
+            running = job_folder.unfinished(self._root, nodes, job_folder.has_ended) - self._discarded
+            lately = job_folder.unfinished(self._root, nodes, _ended_long_ago) - self._discarded - running
+            answer = RecallAnswer(instance=self._instance, version=self._version, ended=sorted(lately))
+            if not recall.after:
+                self._theirs.clear()
+                for incarnation in lately:
+                    self._watched[incarnation] = _Watched(time.monotonic())  # All of it is told by pulling.
             size = 0
-            for incarnation in sorted(self._watched.keys() - self._discarded):
-                if incarnation <= recall.after:
-                    continue
+            for incarnation in sorted(name for name in running if name > recall.after):
                 if size >= ANSWER_BYTES:
                     return answer
+                watched = self._watched.setdefault(incarnation, _Watched(0.0))
+                watched.changed_s = time.monotonic()
+                answer.last = incarnation
                 try:
-                    own = self._own_workers(incarnation)
-                    found = files_here(self._root, incarnation, self._manager.nodes, own)
+                    found = self._recalled(incarnation, watched)
                 except Exception as error:  # noqa: BLE001  (its script has damaged something: the others are told)
                     self._complain(self._root / incarnation, error)
+                    watched.seen.clear()
                     continue
                 answer.files += found.files
                 answer.copies += found.copies
                 size += sum(len(part.data) for part in (*found.files, *found.copies))
-                answer.last = incarnation
-            answer.last = None
+            answer.last, answer.version = None, self._version
             return answer
+
+    def _recalled(self, incarnation: str, watched: _Watched) -> Recalled:
+        """Return what is here of an incarnation; whatever of it changes later, or is left out, is told by pulling."""
+        whole, _ = self._look_at(incarnation, watched)
+        found = files_here(self._root, incarnation, self._manager.nodes, self._own_workers(incarnation))
+        watched.held |= {path for path in whole if path[-12:] == "/status.json"} - {part.path for part in found.files}
+        return found
 
     def _look_at_supervisors(self) -> dict[str, SupervisorState]:
         """Look before the files are read: what a supervisor wrote before it died is then among them."""

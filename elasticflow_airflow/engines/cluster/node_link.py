@@ -52,6 +52,7 @@ PULL_WAIT_S = 0.5
 """How long an agent may wait for news: a node that lives answers at least this often."""
 ANSWER_LIMIT_S = 3.0
 RETRY_S = 0.3
+NEW_AGENT_S = 2.0
 BATCH_S = 0.01
 """Changes that come within this time are sent together."""
 PUSH_BYTES = 4 << 20
@@ -128,6 +129,8 @@ class NodeLink:
         self.key, self.url, self._root, self._fencing, self._probe = key, url, root, fencing, probe
         self._on_across, self._on_introduced = on_across, on_introduced
         self._code_root, self._prepare = root if code_root is None else code_root, prepare
+        self._known_version = 0
+        """What had changed up to then at the node is known when it has been introduced."""
         self.was_recalled = prepare is None
         """Whether all is here that the node had of jobs before."""
         self._seal = Seal(token)
@@ -300,9 +303,10 @@ class NodeLink:
             try:
                 if not self._connected:
                     await self._introduce()
-                    version, sizes = 0, await asyncio.to_thread(self._sizes_here)
+                    version, sizes = self._known_version, await asyncio.to_thread(self._sizes_here)
                 asked_s, begun_s = time.time(), time.monotonic()
-                request = Pull(epoch=self._fencing.epoch(), version=version, sizes=sizes, wait_s=PULL_WAIT_S)
+                wait_s = PULL_WAIT_S if self.is_current else 0.0
+                request = Pull(epoch=self._fencing.epoch(), version=version, sizes=sizes, wait_s=wait_s)
                 answer = PullAnswer.model_validate_json(await self._post("/pull", request.model_dump_json()))
                 if answer.instance != self._instance:
                     self._connected = False  # It was started again, and may know nothing.
@@ -314,9 +318,11 @@ class NodeLink:
                 sizes = {file.path: self._size_after(file) for file in answer.files if file.offset is not None}
             except Exception as error:  # noqa: BLE001  (whatever it is, this node is tried again, and the others go on)
                 self._complain(error)
-                await asyncio.sleep(RETRY_S)
-                if isinstance(error, SupersededError | _NotRecalledError):
-                    self.answered_s += time.monotonic() - tried_s  # It is not the node that is silent.
+                # An agent is exchanged by people; each try writes to the shared storage.
+                pause_s = NEW_AGENT_S if isinstance(error, _NotRecalledError) else RETRY_S
+                if isinstance(error, SupersededError | _NotRecalledError):  # It is not the node that is silent.
+                    self.answered_s += time.monotonic() - tried_s + pause_s
+                await asyncio.sleep(pause_s)
 
     async def _push_for_ever(self) -> None:
         while True:
@@ -353,6 +359,7 @@ class NodeLink:
         self._sent.clear()
         self._came.clear()
         self._started.clear()
+        self._known_version = 0
         if not self.was_recalled:
             self.introduction = found  # Whose node it is counts, also where it cannot tell what it has.
             await self._recall(found)
@@ -374,14 +381,15 @@ class NodeLink:
                 raise
             if answer.instance != introduction.instance:
                 raise ValueError("the agent was started again")
-            await asyncio.to_thread(self._take_recalled, Recalled(answer.files, answer.copies), introduction)
-            after = answer.last
+            await asyncio.to_thread(self._take_recalled, answer, introduction)
+            after, self._known_version = answer.last, answer.version
 
-    def _take_recalled(self, recalled: Recalled, introduction: Introduction) -> None:
+    def _take_recalled(self, answer: RecallAnswer, introduction: Introduction) -> None:
         assert self._prepare is not None
-        incarnations = {job_folder.incarnation_of(part.path) for part in (*recalled.files, *recalled.copies)}
-        for incarnation in incarnations:
-            self._prepare(incarnation)
+        parts = (*answer.files, *answer.copies)
+        for incarnation in {*answer.ended, *(job_folder.incarnation_of(part.path) for part in parts)}:
+            if job_folder.place_of(f"{incarnation}/session.json") is not None:
+                self._prepare(incarnation)
         taker = Taker(
             root=self._root,
             code_root=self._code_root,
@@ -389,17 +397,15 @@ class NodeLink:
             with_our_time=lambda beat: with_time(beat, self.offset_s),
             complain=self._complain_of,
         )
-        for path in taker.take(recalled):
-            place, stamp = job_folder.place_of(path), job_folder.stamp_of(self._root / path)
-            if place is None or stamp is None:
-                continue
-            if place.direction is Direction.DOWN:
-                self._sent[path] = stamp
-            else:
+        for path, stamp in taker.take(Recalled(answer.files, answer.copies)).items():
+            place = job_folder.place_of(path)
+            if place is not None and place.worker_id is not None:
                 self._came.add(path)
-        for incarnation in incarnations:
-            self.mark(incarnation)
-            self._on_across(self, f"{incarnation}/membership.json")
+            else:
+                self._sent[path] = stamp
+        for copy in answer.copies:
+            if copy.offset is not None:  # What follows is sent.
+                self._sent[copy.path] = (0, 0, len(copy.data))
 
     def _sizes_here(self) -> dict[str, int]:
         """Return how much of growing files has arrived before, for the supervisors that may not have ended."""

@@ -8,16 +8,19 @@ that goes with the newest plan counts: a service may have died before it had tol
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elasticflow_airflow.engines.cluster import job_folder
-from elasticflow_airflow.engines.cluster.job_folder import Direction
+from elasticflow_airflow.engines.cluster.job_folder import Direction, Place
 from elasticflow_airflow.engines.cluster.messages import FilePart
 from elasticflow_airflow.engines.local.node_facts import NodeFacts
 
 _SESSION, _PLAN = "session.json", "membership.json"
+_TAKING = threading.Lock()
+"""What a node brings is compared with what is here: nodes bring it one at a time."""
 
 
 @dataclass(slots=True)
@@ -78,8 +81,13 @@ class Taker:
     with_our_time: Callable[[FilePart], bytes]
     complain: Callable[[str, object], None]
 
-    def take(self, recalled: Recalled) -> list[str]:
-        """Return the paths of the files that count as the node has them."""
+    def take(self, recalled: Recalled) -> dict[str, tuple[int, int, int]]:
+        """Return the files that are now as the node has them, by path, with their stamps."""
+        with _TAKING:
+            taken = ((path, job_folder.stamp_of(self.root / path)) for path in self._take_all(recalled))
+            return {path: stamp for path, stamp in taken if stamp is not None}
+
+    def _take_all(self, recalled: Recalled) -> list[str]:
         here = {node.node_id for node in self.facts.nodes}
         plans = {
             job_folder.incarnation_of(part.path): _rank_of(part.data)
@@ -94,13 +102,13 @@ class Taker:
             try:
                 if place is None or place.node_id not in (None, *here):
                     raise ValueError("it is none of the node's files")
-                if self._take(part, is_copy=is_copy, is_newer=place.incarnation in newer, direction=place.direction):
+                if self._take(part, place, is_copy=is_copy, is_newer=place.incarnation in newer):
                     taken.append(part.path)
             except Exception as error:  # noqa: BLE001  (a script can have made anything of it: the other files are taken)
                 self.complain(part.path, error)
         return taken
 
-    def _take(self, part: FilePart, *, is_copy: bool, is_newer: bool, direction: Direction) -> bool:
+    def _take(self, part: FilePart, place: Place, *, is_copy: bool, is_newer: bool) -> bool:
         """Write a file, unless what is here counts more; return whether it is now as the node has it."""
         path = self.root / part.path
         name, is_there = path.name, path.exists()
@@ -117,8 +125,8 @@ class Taker:
                 data = self._session_here(data)
         elif name == "kill.json" and is_there:
             data = _both(path.read_bytes(), data)
-        elif is_there and (is_copy or direction is Direction.DOWN):
-            return False  # What was ordered since then counts.
+        elif is_there and (is_copy or (place.direction is not Direction.UP and place.worker_id is None)):
+            return False  # What was ordered since then counts, and the copy of whoever wrote it.
         job_folder.write_whole(path, data)
         return not is_copy and name != "kill.json"
 

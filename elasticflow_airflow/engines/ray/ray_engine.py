@@ -65,7 +65,7 @@ class RayNodes(ClusterNodes):
         self._unneeded_since: dict[str, float] = {}
         self._released: frozenset[str] = frozenset()
         records = FileRecords(state_dir) if leadership is None else leadership.records
-        self._directory = RayDirectory(client, state_dir, records, self._moved)
+        self._directory = RayDirectory(client, state_dir, records, self._moved, self.fencing)
 
     def _moved(self, addresses: Mapping[str, str]) -> None:
         self.set_addresses({node: url for node, url in addresses.items() if node not in self._released})

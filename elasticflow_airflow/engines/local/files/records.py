@@ -7,6 +7,7 @@ with another folder can go on from them.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,8 @@ from elasticflow_airflow.engines.local.files.errors import is_of_the_machine
 from elasticflow_airflow.engines.local.files.generation_folder import StopOrder, SupervisorFolder
 from elasticflow_airflow.runtime.protocol import Member, read_json, write_json_atomic
 from elasticflow_airflow.scheduler_core.model.values import Slot
+
+logger = logging.getLogger("elasticflow.engine")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,3 +245,23 @@ class FileRecords:
 
     def _path(self, job_id: str) -> Path:
         return self._folder / f"{job_id}.json"
+
+
+def adopt_files(root: Path, records: Records) -> list[str]:
+    """Take over the records that a service had in files below ``root`` before it had others beside it.
+
+    Only where nothing is on record yet: later, files that are still somewhere tell of what was long ago. Returns the
+    ids of their jobs. Raises OSError and EngineError.
+    """
+    if not (root / "engine").is_dir() or any(records.load()):
+        return []
+    adopted = []
+    for job_id, raw in FileRecords(root).load()[0].items():
+        try:
+            record = JobRecord.from_json(raw, root).to_json(root)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("the engine's record of job %s in %s cannot be taken over: %r", job_id, root, error)
+            continue
+        records.save(job_id, record)
+        adopted.append(job_id)
+    return adopted
