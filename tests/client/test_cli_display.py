@@ -115,8 +115,10 @@ def test_replicas_say_who_decides_since_when_and_who_is_missing():
         ({"leader": None}, "role follower; no replica decides at this moment (epoch 7); no fail-over so far"),
         (
             {"change": "fail-over", "failed_over_at": 700.0},
-            f"role follower; the leader of epoch 7 is a1, since {local_moment(700.0)}, by a fail-over;"
-            f" last fail-over {local_moment(700.0)}",
+            (
+                f"role follower; the leader of epoch 7 is a1, since {local_moment(700.0)}, by a fail-over;"
+                f" last fail-over {local_moment(700.0)}"
+            ),
         ),
     ],
 )
