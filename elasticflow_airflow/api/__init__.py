@@ -8,6 +8,7 @@ from __future__ import annotations
 from elasticflow_airflow.api.base import (
     API_HEADER,
     API_VERSION,
+    IDEMPOTENCY_HEADER,
     TRACEPARENT,
     VERSION_HEADER,
     Problem,
@@ -57,6 +58,7 @@ from elasticflow_airflow.api.submission import (
 __all__ = [
     "API_HEADER",
     "API_VERSION",
+    "IDEMPOTENCY_HEADER",
     "TRACEPARENT",
     "VERSION_HEADER",
     "AmendAnswer",

@@ -15,6 +15,8 @@ TRACEPARENT = "traceparent"
 API_HEADER = "ElasticFlow-API"
 VERSION_HEADER = "ElasticFlow-Version"
 """Every response carries both headers, so that a client can report a version mismatch."""
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+"""Names one submission by its client: where it arrives again, late or at another replica, its claim is the same."""
 
 
 _W = TypeVar("_W", bound="Wire")

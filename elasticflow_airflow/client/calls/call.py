@@ -32,6 +32,7 @@ class Call(Generic[T]):
     params: Mapping[str, Param] = field(default_factory=dict)
     body: bytes | None = field(default=None, repr=False)
     content_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
     missing: Callable[[httpx.Response], T] | None = None
 

@@ -7,11 +7,13 @@ unavailable, also at another replica, which reads the same database.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 from elasticflow_airflow.api import (
+    IDEMPOTENCY_HEADER,
     AmendAnswer,
     AmendRequest,
     Attachment,
@@ -86,13 +88,14 @@ class JobCalls:
     def submit(self, submission: JobSubmission) -> Call[Attachment]:
         """Submit, or attach to the live job or unacknowledged success of the same specification.
 
-        May be repeated, also at another replica, if the answer was lost: the job is the same, and the claim that is
-        returned last is the valid one.
+        May be repeated, also at another replica, if the answer was lost: the job and the claim are the same, whichever
+        request arrives first.
         """
         return Call(
             method="PUT",
             path=job_path(submission.identity.job_id),
             read=reader(Attachment),
+            headers={IDEMPOTENCY_HEADER: uuid.uuid4().hex},
             body=_with_secrets(submission),
             timeout_s=_SUBMIT_TIMEOUT_S,
         )

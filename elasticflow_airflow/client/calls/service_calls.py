@@ -57,7 +57,7 @@ class ServiceClient(ServiceCalls):
         return {
             "params": dict(call.params),
             "content": call.body,
-            "headers": {} if call.body is None else {"Content-Type": call.content_type},
+            "headers": dict(call.headers) | ({} if call.body is None else {"Content-Type": call.content_type}),
             "timeout": self.endpoint.timeout(max(self._timeout_s, call.timeout_s or 0.0)),
         }
 

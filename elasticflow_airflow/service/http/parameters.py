@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Path, Query
+from fastapi import Header, Path, Query
 from pydantic import Field
 
 from elasticflow_airflow import bounds
+from elasticflow_airflow.api import IDEMPOTENCY_HEADER
 from elasticflow_airflow.api.fields import Name
 
 _JOB_ID = r"^[a-z0-9][a-z0-9-]{0,119}$"
@@ -15,6 +16,7 @@ _SOME = Field(min_length=1)
 
 JobId = Annotated[str, Path(pattern=_JOB_ID)]
 OneJob = Annotated[str, Query(pattern=_JOB_ID)]
+IdempotencyKey = Annotated[str | None, Header(alias=IDEMPOTENCY_HEADER, pattern=r"^[A-Za-z0-9_-]{8,64}$")]
 Sha256 = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 NodeId = Annotated[Name, _SOME, Path()]
 LogName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,119}$")]

@@ -42,6 +42,8 @@ from elasticflow_airflow.times import moment
 _SETTINGS = ("python", "requirements", "working_dir", "env")
 """Of a command: they change the training, but not which training it is."""
 _NAMED_FILES = 10
+_KEYS = 4
+"""So many submissions of a job are known again when they come a second time."""
 
 
 class Submitted(NamedTuple):
@@ -83,15 +85,19 @@ class JobService:
     """Tells the loop which jobs were asked for."""
     hears_renewals: Callable[[], bool] = lambda: True
 
-    def submit(self, job_id: str, submission: JobSubmission) -> Submitted:
+    def submit(self, job_id: str, submission: JobSubmission, key: str | None = None) -> Submitted:
         """Attach to an equal job that is live or not acknowledged yet, or open a new incarnation.
 
+        ``key``: of this submission; one that has come before changes nothing, however late it comes again.
         Raises Refusal for a wrong id, code that was not uploaded, or sizes that never fit.
         """
         self._check(job_id, submission)
         sealed = self.secrets.seal({name: value.get_secret_value() for name, value in submission.secret_env.items()})
         with self.store.write() as tx:
             job = tx.job(job_id)
+            before = None if job is None or key is None else _claim_of(job, key)
+            if before is not None:
+                return Submitted(job_id, before[1], before[0], created=False, warnings=(), amendment_id=None)
             row = tx.incarnation(job_id, job.incarnation) if job is not None and job.incarnation else None
             asked = None if row is None else readable(row.submission)
             if job is not None and row is not None and asked is not None and _attachable(row, asked, submission):
@@ -105,6 +111,8 @@ class JobService:
                 created, warnings, amendment_id, replaced = True, [], None, None
             job.claim = _next(job.claim)
             claim, incarnation = job.claim, row.incarnation
+            if key is not None:
+                job.claimed_by = [*(job.claimed_by or ())[-_KEYS + 1 :], [key, claim, incarnation]]
         self.notifier.wake()
         if replaced is not None:  # After the transaction: the files of both are read, and may have to be fetched.
             warnings = [*self._warn_of_changed_code(replaced, submission.command.snapshot), *warnings]
@@ -473,3 +481,8 @@ def _claimed(reader: Reader, job_id: str, claim: int) -> tuple[JobRow, Incarnati
     if claim != job.claim:
         raise stale_claim(job_id, claim, job.claim)
     return job, row
+
+
+def _claim_of(job: JobRow, key: str) -> tuple[int, int] | None:
+    """Return the claim and the incarnation that a submission got when it came first; None if it did not come."""
+    return next(((claim, incarnation) for one, claim, incarnation in job.claimed_by or () if one == key), None)

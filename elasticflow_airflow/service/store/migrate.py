@@ -22,7 +22,7 @@ def ensure_schema(engine: sa.Engine) -> None:
     if current == SCHEMA_HEAD:
         return
     if current is not None and current not in _known_revisions():
-        if _floor(engine) in _known_revisions():
+        if current.isdigit() and current > SCHEMA_HEAD and _floor(engine) in _known_revisions():
             return
         raise SchemaTooNewError(
             f"the database is at schema {current[:40]!r}, and this version of elasticflow-airflow knows up to"

@@ -69,6 +69,8 @@ class JobRow(Base):
     recurring_key: Mapped[str] = mapped_column(Text, index=True)
     dag_id: Mapped[str] = mapped_column(Text, index=True)
     claim: Mapped[int] = mapped_column(Integer, default=0)
+    claimed_by: Mapped[list[Any] | None] = mapped_column(default=None)
+    """The last submissions by the keys that their clients gave them, each with its claim and incarnation."""
     incarnation: Mapped[int] = mapped_column(Integer, default=0)
     generation: Mapped[int] = mapped_column(Integer, default=0)
     """The last generation number that was used; written by the loop."""

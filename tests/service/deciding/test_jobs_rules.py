@@ -59,6 +59,30 @@ def test_a_success_that_nobody_acknowledged_is_attached_to_and_trains_nothing_ag
     assert gangs(world) == []
 
 
+def test_a_submission_that_comes_a_second_time_changes_nothing_however_late_it_is(world):
+    """As when a replica stood still, the client asked another one, and the first goes on with what it had."""
+    job = world.submission(steps=100)
+    job_id = job.identity.job_id
+
+    def submit(key: str | None) -> tuple[int, int, bool]:
+        found = world.job_service.submit(job_id, job, key)
+        return found.claim, found.incarnation, found.created
+
+    assert submit("a" * 32) == (1, 1, True)
+    assert submit("a" * 32) == (1, 1, False)
+    assert submit("b" * 32) == (2, 1, False)
+    assert submit("a" * 32) == (1, 1, False), "of an attempt that another one has replaced: its claim is stale"
+    assert world.job_service.renew(job_id, 2).claim == 2
+    world.job_service.cancel(job_id, 2, "it is over")
+    world.until(lambda: world.status(job_id).state.terminal, "it ends")
+    assert submit("b" * 32) == (2, 1, False), "it would train once more"
+    assert submit("c" * 32) == (3, 2, True)
+    assert submit(None) == (4, 2, False)
+    for one in "defg":
+        submit(one * 32)
+    assert submit("c" * 32)[0] == 9, "only the last submissions are known"
+
+
 def test_attach_takes_a_new_claim_and_nothing_else(world):
     first = world.submit(within=600, scaling_curve=CURVE)
     second = world.job_service.attach(first.job.job_id, lease_s=5.0)

@@ -223,6 +223,7 @@ def test_who_migrates_looks_and_migrates_in_one_transaction(tmp_path, monkeypatc
 def test_a_database_of_a_newer_version_is_refused(store, database_url):
     with store.engine.begin() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+        connection.execute(sa.text("UPDATE leader SET schema_floor = '9999'"))
     with pytest.raises(SchemaTooNewError, match=r"9999.*install the version that wrote it"):
         Store(database_url)
 

@@ -78,6 +78,7 @@ def lay_out(folder: Path, kind: str) -> None:
             Store(f"sqlite:///{file}").close()
             with sqlite3.connect(file) as connection:
                 connection.execute("UPDATE alembic_version SET version_num = ?", (kind,))
+                connection.execute("UPDATE leader SET schema_floor = ?", (kind,))
             connection.close()
 
 

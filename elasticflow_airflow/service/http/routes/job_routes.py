@@ -28,7 +28,7 @@ from elasticflow_airflow.api import (
 from elasticflow_airflow.api.fields import Name
 from elasticflow_airflow.service.http.batching import Batcher, Watch
 from elasticflow_airflow.service.http.lanes import Lanes
-from elasticflow_airflow.service.http.parameters import JobId, MapIndex, Names
+from elasticflow_airflow.service.http.parameters import IdempotencyKey, JobId, MapIndex, Names
 from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.refusal import Refusal, declared
 from elasticflow_airflow.service.requests.forecasting import ForecastService
@@ -59,12 +59,14 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     answers = Watch("amendments", parts.notifier, job_service.answered)
 
     @app.put("/v1/jobs/{job_id}", response_model=Attachment | DryRun, responses=_NEW_INCARNATION | declared(409, 501))
-    async def submit(job_id: JobId, submission: JobSubmission, dry_run: bool = False) -> Response:
+    async def submit(
+        job_id: JobId, submission: JobSubmission, dry_run: bool = False, idempotency_key: IdempotencyKey = None
+    ) -> Response:
         """Submit a job, or attach to the live one of equal specification. With dry_run: only ask for the verdict."""
         if dry_run:
             forecasts = _forecasts(parts)
             return _json(await lanes.planning.run(partial(forecasts.dry_run, job_id, submission)))
-        submitted = await lanes.changing.run(partial(job_service.submit, job_id, submission))
+        submitted = await lanes.changing.run(partial(job_service.submit, job_id, submission, idempotency_key))
         answer = None
         if submitted.amendment_id is not None:
             answer = await answers.wait(submitted.amendment_id, wait_s)

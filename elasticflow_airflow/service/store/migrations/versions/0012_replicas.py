@@ -1,4 +1,7 @@
-"""Several services on one database: who leads them, and what they share that was in the folder of one."""
+"""Several services on one database: who leads them, and what they share that was in the folder of one.
+
+And which submissions have the last claims of a job: one may arrive again at another service.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +49,12 @@ def upgrade() -> None:
         sa.Column("archive", sa.LargeBinary, nullable=False),
         sa.Column("stored_at", sa.Float(53), nullable=False),
     )
+    op.add_column("job", sa.Column("claimed_by", sa.JSON(none_as_null=True), nullable=True))
     op.bulk_insert(leader, [{"id": 1, "epoch": 0, "schema_floor": revision}])
 
 
 def downgrade() -> None:
     """Undo."""
+    op.drop_column("job", "claimed_by")
     for table in ("snapshot", "engine_record", "replica", "leader"):
         op.drop_table(table)
