@@ -25,8 +25,9 @@ from elasticflow_airflow.engines.cluster.agent_server import create_app
 from elasticflow_airflow.engines.cluster.cluster_engine import open_cluster_engine
 from elasticflow_airflow.engines.cluster.job_files import cluster_files
 from elasticflow_airflow.engines.cluster.log_archive import StorageArchive
-from elasticflow_airflow.engines.cluster.messages import Pull, Push, Recall
+from elasticflow_airflow.engines.cluster.messages import FilePart, Pull, Push, Recall
 from elasticflow_airflow.engines.cluster.node_agent import EarlierRequestError, NodeAgent
+from elasticflow_airflow.engines.cluster.recall import Recalled, Taker
 from elasticflow_airflow.engines.cluster.shared_storage import open_shared_storage
 from elasticflow_airflow.engines.job_files import remove
 from elasticflow_airflow.engines.local import detect_nodes
@@ -294,6 +295,40 @@ def test_a_plan_that_had_reached_one_node_only_reaches_the_other(cluster: Cluste
         engine.renew("job")
         wait_until(lambda: Membership.read(other.folder) == cluster.plan(later), "the plan reaches the other node")
         assert Membership.read(there.folder) == cluster.plan(later)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_what_two_nodes_have_the_files_of_the_newer_plan_count(cluster: Cluster, order: tuple[int, int]) -> None:
+    before, later = cluster.gang(), cluster.gang(2, ids=("g000001-r000", "g000001-r001"))
+    older, newer = cluster.nodes
+    for node, gang in ((older, before), (newer, later)):
+        cluster.lay(node, before)
+        cluster.plan(gang).write(node.folder)
+        order_of = node.supervisor().path / "kill.json"
+        order_of.write_text(json.dumps({"workers": [f"of {node.name}"]}))
+    session = json.loads((newer.folder / "session.json").read_text())
+    (newer.folder / "session.json").write_text(json.dumps({**session, "seed": 7}))
+    root, said = cluster.base / "new", set[str]()
+    for node in (cluster.nodes[index] for index in order):
+        recalled = node.agent.recall(Recall(epoch=1))
+        taker = Taker(
+            root=root,
+            code_root=root,
+            facts=node.agent.introduce().facts,
+            with_our_time=lambda beat: beat.data,
+            complain=lambda path, _: said.add(path),
+        )
+        alien = FilePart(path=f"{HERE}/supervisors/g000001-elsewhere/go", data=b"")
+        taken = taker.take(Recalled([*recalled.files, alien], recalled.copies))
+        assert (f"{HERE}/membership.json" in taken) == (node is newer or order[0] == 0)
+    assert Membership.read(root / HERE) == cluster.plan(later)
+    assert SessionConfig.read(root / HERE / "session.json").seed == 7
+    assert said == {alien.path}
+    own = SupervisorFolder.of(root / HERE, 1, "n0")
+    own.order_kill(["another"])
+    taker_again = replace(taker, facts=older.agent.introduce().facts)
+    taker_again.take(Recalled(older.agent.recall(Recall(epoch=1)).files))
+    assert own.read_kills() == {"another", "of n0"}, "whoever was to be killed is"
 
 
 def test_the_plan_of_a_supervisor_whose_lease_has_ended_is_kept(cluster: Cluster) -> None:
