@@ -34,7 +34,7 @@ from elasticflow_airflow.service.secrets import SecretError
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.open_store import CANNOT_OPEN, refuse_emptied, why_not
 from elasticflow_airflow.service.store.store import Store
-from elasticflow_airflow.service.telemetry.event_log_follower import EventLogFollower, write_to_log
+from elasticflow_airflow.service.telemetry.event_log_follower import EventLogFollower, Listener, write_to_log
 from elasticflow_airflow.service.telemetry.traces import traces_from_environment
 
 SOCKET_PATH_LIMIT = 107
@@ -129,7 +129,8 @@ def _serve(
     parts, (listener, where) = office.parts, listening
     with _explained(settings):
         traces = traces_from_environment()
-        follower = EventLogFollower(parts.store, parts.notifier, [write_to_log, *([] if traces is None else [traces])])
+        listeners: list[Listener] = [write_to_log, *([] if traces is None else [traces])]
+        follower = EventLogFollower(parts.store, parts.notifier, listeners, parts.decides)
     parts.snapshots.remove_leftovers()
     _share_code(parts, settings)
     server = _OrderlyServer(

@@ -172,12 +172,11 @@ def _add_health(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         """Whether the process lives: it is to be restarted when this does not answer. Needs no token."""
         return "ok"
 
-    @app.get("/readyz", response_class=PlainTextResponse)
-    @lanes.reading
-    def readyz() -> str:
+    @app.get("/readyz", response_class=PlainTextResponse, responses=declared(503))
+    async def readyz() -> str:
         """Whether requests can be sent here: it can use its database. Leader and followers alike. Needs no token."""
-        with parts.store.read() as reader:
-            reader.last_event_id()
+        if parts.replicas is not None and parts.replicas.leadership.problem:
+            raise Refusal(503, "database", "the service cannot use its database now", "it is tried again by itself")
         return "ok"
 
     @app.get("/v1/version")

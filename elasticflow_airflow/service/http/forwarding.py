@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import ssl
 from urllib.parse import parse_qs
 
 import httpx
@@ -64,7 +65,7 @@ class Forwarding:
     async def _pass_on(self, url: str, scope: Scope, headers: dict[str, str], receive: Receive) -> Response | None:
         """Return the leader's answer; None if it cannot be reached, or does not lead any more."""
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=_LIMITS, trust_env=False)
+            self._client = httpx.AsyncClient(timeout=_LIMITS, trust_env=False, verify=self._trusted())
         kept = {name: value for name, value in headers.items() if name in _PASSED_ON} | {FORWARDED: "1"}
         query = scope["query_string"].decode("latin-1")
         target = f"{url}{scope['raw_path'].decode('latin-1')}{'?' if query else ''}{query}"
@@ -82,6 +83,13 @@ class Forwarding:
             return None
         given = {name: value for name, value in found.headers.items() if name in _ANSWERED}
         return Response(found.content, found.status_code, given)
+
+    def _trusted(self) -> ssl.SSLContext:
+        """Return whom to believe: the usual authorities, and the certificate that all replicas have."""
+        context = ssl.create_default_context()
+        if self._parts.settings.tls_cert is not None:
+            context.load_verify_locations(self._parts.settings.tls_cert)
+        return context
 
     async def _while_it_leads(
         self, asking: asyncio.Future[httpx.Response], url: str, limit_s: float

@@ -184,10 +184,10 @@ class JobService:
             found = reader.current_of({job_id for job_id, _ in asked})
             answers = [self._told(found.get(job_id), job_id, claim) for job_id, claim in asked]
         heard = [found[one.job_id].row for one in answers if isinstance(one, JobStatus) and not one.state.terminal]
-        for row in heard:
-            self.renewals.add(row.job_id, row.incarnation)
         now = self.clock()
         if self.hears_renewals():
+            for row in heard:
+                self.renewals.add(row.job_id, row.incarnation)
             late = [row for row in heard if (row.lease_expires_at or math.inf) - now < row.lease_s / 2]
         else:
             late = [row for row in heard if row.heard_at is None or now - row.heard_at > row.lease_s / 4]

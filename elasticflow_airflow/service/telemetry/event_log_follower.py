@@ -38,8 +38,15 @@ log = structlog.get_logger()
 class EventLogFollower:
     """One thread that follows the log, from the creation of this object on."""
 
-    def __init__(self, store: Store, notifier: Notifier, listeners: Sequence[Listener]) -> None:
-        self._store, self._notifier, self._listeners = store, notifier, listeners
+    def __init__(
+        self,
+        store: Store,
+        notifier: Notifier,
+        listeners: Sequence[Listener],
+        decides: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``decides``: whether this process decides; of several, only the one that does tells its listeners."""
+        self._store, self._notifier, self._listeners, self._decides = store, notifier, listeners, decides
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         with store.read() as reader:
@@ -64,7 +71,7 @@ class EventLogFollower:
                 events = reader.events(self._cursor, None, _PIECE)
                 for event in events:
                     self._cursor = event.event_id
-                    for listener in self._listeners:
+                    for listener in self._listeners if self._decides() else ():
                         try:
                             listener(reader, event)
                         except Exception:
