@@ -138,7 +138,7 @@ class Assembly:
             ),
             capacity=CapacityService(forecasts),
             replicas=replicas,
-            decides=lambda: seat.is_filled,
+            decides=lambda: seat.is_filled and (replicas is None or replicas.role == "leader"),
         )
 
     def _forecasts(self) -> ForecastService:

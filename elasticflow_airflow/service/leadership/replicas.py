@@ -42,8 +42,8 @@ class Replicas:
 
     @property
     def role(self) -> Literal["leader", "follower"]:
-        """Whether this replica holds the lease."""
-        return "leader" if self.leadership.lease.epoch is not None else "follower"
+        """Whether this replica may decide now."""
+        return "leader" if self.leadership.lease.may_decide() else "follower"
 
     @property
     def view(self) -> LeaderView | None:

@@ -17,7 +17,14 @@ from dataclasses import replace
 import structlog
 
 from elasticflow_airflow.api import EventKind
-from elasticflow_airflow.engines.port import Engine, EngineError, EngineNode, GangObservation, GangState
+from elasticflow_airflow.engines.port import (
+    Engine,
+    EngineError,
+    EngineNode,
+    GangObservation,
+    GangState,
+    SupersededError,
+)
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.jobs.learned_speed import sigma_of_margin
 from elasticflow_airflow.scheduler_core.model.decisions import Purpose
@@ -40,7 +47,7 @@ from elasticflow_airflow.service.renewals import Renewals
 from elasticflow_airflow.service.secrets import SecretBox, SecretError, hidden_values
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.scheduler_values import StoredState
-from elasticflow_airflow.service.store.store import Store
+from elasticflow_airflow.service.store.store import LostOwnershipError, Store
 from elasticflow_airflow.service.store.stored_bounds import state_out_of_bounds
 from elasticflow_airflow.service.store.tables import IncarnationRow
 from elasticflow_airflow.service.store.unit_of_work import StaleReadError, UnitOfWork, UnstorableError, unit_of_work
@@ -217,6 +224,13 @@ class Reconciler:
         """
         try:
             wait_s = self.run_once()
+        except (LostOwnershipError, SupersededError) as error:
+            self._scheduler = None
+            said = str(getattr(error, "orig", None) or error)
+            if self._problem != said:
+                log.warning("nothing is decided here", reason=said)
+            self._problem = said
+            return _RETRY_S
         except Exception as error:
             self._scheduler = None
             if self._problem != repr(error):

@@ -119,7 +119,7 @@ class Last:
         os.kill(os.getpid(), signal.SIGTERM)
         sum(range(1000))
 
-owner, name = {"early": (daemon, "own"), "late": (daemon.uvicorn.Server, "run")}[sys.argv[1]]
+owner, name = {"early": (daemon, "open_office"), "late": (daemon.uvicorn.Server, "run")}[sys.argv[1]]
 real = getattr(owner, name)
 
 def told_first(*args, **named):
