@@ -13,6 +13,7 @@ class Broken(Enum):
     """A promise that a history does not keep."""
 
     LOST = "what was accepted is lost"
+    UNSTORED = "something was acknowledged before it was stored"
     TWICE = "two results of one job"
     SLOT_SHARED = "two gangs on one slot"
     JOB_DOUBLED = "two gangs of one job at a time"
@@ -110,23 +111,18 @@ class _Judge:
                     elif kind == "end":
                         open_gangs.pop((job, more[0]), None)
             else:
-                when_s, _, node, _, _, gang, held = item
+                when_s, _, node, gang, held = item
                 if open_gangs.get(gang, {}).get(node) != held:
                     self._report(Broken.UNDECIDED, when_s, f"{gang} on {node}{held}")
 
     def _check_commands(self) -> None:
-        seen: dict[str, int] = {}
-        numbers: dict[tuple[str, int], int] = {}
-        for item in self._items("node obeys", "start", "stop"):
-            when_s, kind, node, epoch = item[:4]
-            if epoch < seen.get(node, 0):
-                self._report(Broken.STALE_COMMAND, when_s, f"{kind} at {node} in {epoch}, after {seen[node]}")
+        seen: dict[str, tuple[int, int]] = {}
+        for when_s, _, node, epoch, number in self._items("obeys"):
+            last = seen.get(node, (0, 0))
+            if (epoch, number) <= last:
+                self._report(Broken.STALE_COMMAND, when_s, f"{node} obeys {number} of {epoch}, after {last[1]} of {last[0]}")
             else:
-                seen[node] = epoch
-            if kind != "node obeys":
-                if item[4] < numbers.get((node, epoch), 0):
-                    self._report(Broken.STALE_COMMAND, when_s, f"{kind} at {node} in {epoch}: number {item[4]}")
-                numbers[node, epoch] = item[4]
+                seen[node] = (epoch, number)
 
     def _check_slots(self) -> None:
         by_slot: dict[tuple[str, int], list[tuple[float, float, Any]]] = {}
@@ -151,8 +147,10 @@ class _Judge:
         stored = {item[4]: item[0] for item in self._items("stored")}
         final: dict[str, str] = self._history[-1][3]
         for when_s, _, what, name, answer in self._items("answered"):
-            if what == "submit" and (name not in final or stored.get(name, when_s) > when_s):
+            if what == "submit" and name not in final:
                 self._report(Broken.LOST, when_s, f"{name}, acknowledged then")
+            elif what == "submit" and stored.get(name, when_s) > when_s:
+                self._report(Broken.UNSTORED, when_s, f"{name}, stored at {stored[name]:.3f}")
             if what == "cancel" and answer == "accepted" and final.get(name) != "cancelled":
                 self._report(Broken.CANCELLED_FINISHED, when_s, f"{name} is {final.get(name)}")
 

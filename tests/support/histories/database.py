@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from support.histories.modelled_time import LOST, Call, Process, Thread, World
 from support.histories.protocol import Flaw
@@ -115,6 +115,13 @@ class Transaction:
         self.call: Call | None = None
 
 
+class Listener(Protocol):
+    """A replica that hears of news."""
+
+    def hear(self, first: Any, second: Any) -> None:
+        """Hear that a lease was given up."""
+
+
 class Database:
     """The whole database. Its public methods with a thread are requests (see ``modelled_time.py``)."""
 
@@ -128,6 +135,8 @@ class Database:
         self.jobs: dict[str, Job] = {}
         self.generations: dict[tuple[str, int], Generation] = {}
         """Those that have not ended."""
+        self.listeners: dict[str, Listener] = {}
+        """By name, who hears that a lease was given up."""
         self._writing: Transaction | None = None
         self._waiting: deque[Transaction] = deque()
         self._is_watched = False
@@ -147,8 +156,16 @@ class Database:
         if row.ask(process.name, request, now_s):
             self._world.note("granted", request.ask.name, process.name, process.life, request.epoch, row.epoch)
             call.answer((True, row.epoch, row.left_s(now_s)))
+            if request.ask is Ask.GIVE_UP:
+                self._tell(process.name)
         else:
             call.answer((False, row.epoch, row.left_s(now_s)))
+
+    def _tell(self, sender: str) -> None:
+        for name, listener in self.listeners.items():
+            trip_s = None if name == sender else self._world.trip_s(self.name, name)
+            if trip_s is not None:
+                self._world.at(self._world.now_s + trip_s, listener.hear)
 
     def raise_epoch(self, thread: Thread, epoch: int, higher: int) -> None:
         """Answers whether it was raised."""

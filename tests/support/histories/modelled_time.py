@@ -125,6 +125,7 @@ class Thread:
             world.at(process.stopped_until_s, self.resume, token, value)
             return
         self.token = token + 1
+        self.sleeps = False
         try:
             effect = self._send(value)
         except StopIteration:
@@ -133,7 +134,6 @@ class Thread:
             self.sleeps = True
             world.at(world.now_s + effect, self.resume, self.token, None)
         else:
-            self.sleeps = False
             effect[0](self, *effect[1:])
 
     def wake(self) -> None:

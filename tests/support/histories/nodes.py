@@ -54,25 +54,25 @@ class Node:
         if push.epoch < self._epoch and Flaw.NODE_WITHOUT_EPOCH not in flaws:
             call.answer(self._epoch)
             return
-        if push.epoch > self._epoch:
+        if push.epoch != self._epoch:
             self._epoch, self._number = push.epoch, 0
-            world.note("node obeys", self.name, push.epoch)
-        if push.number <= self._number and not flaws & {Flaw.NODE_WITHOUT_NUMBER, Flaw.NODE_WITHOUT_EPOCH}:
+        if push.number <= self._number and Flaw.NODE_WITHOUT_NUMBER not in flaws:
             call.answer(self._epoch)
             return
         self._number = push.number
+        world.note("obeys", self.name, push.epoch, push.number)
         now_s, parts = world.now_s, self.parts
         for gang, slots, lasts_s in push.starts:
             if gang not in parts:
                 parts[gang] = Part(slots, now_s, now_s + lasts_s)
-                world.note("start", self.name, push.epoch, push.number, gang, slots)
+                world.note("start", self.name, gang, slots)
         for gang in push.stops:
             part = parts.get(gang)
             if part is not None and part.ends_s > now_s and part.ends_as == "finished":
                 left_s = now_s + 0.1 + world.random.random()
                 if left_s < part.ends_s:
                     part.ends_s, part.ends_as = left_s, "stopped"
-                world.note("stop", self.name, push.epoch, push.number, gang)
+                world.note("stop", self.name, gang)
         call.answer({gang: part.ends_as if part.ends_s <= now_s else "" for gang, part in parts.items()})
 
     def restart(self) -> None:
@@ -82,6 +82,11 @@ class Node:
         self._number = 0
         if Flaw.NODE_FORGETS_EPOCH in self._flaws:
             self._epoch = 0
+
+    def remember(self, epoch: int) -> None:
+        """Have seen an epoch, of a service on a database that is lost."""
+        self._world.note("node has seen", self.name, epoch)
+        self._epoch = max(self._epoch, epoch)
 
     def reboot(self) -> None:
         """Start the machine again: nothing runs afterwards."""

@@ -18,6 +18,7 @@ from elasticflow_airflow.service.leadership.lease import Lease, LeaseRequest, Le
 
 _RETRY_S, _LOOK_S, _REST_S = 0.25, 1.5, 0.4
 _PASS_S, _PULL_S = 1.6, 1.2
+_ENGINE_REST_S = 2.0
 _MOST_MOVES = 2
 _HANDLER_LIMIT_S = 4.0
 
@@ -49,8 +50,10 @@ class Parts:
     ) -> None:
         self.world, self.database, self.nodes, self.storage = world, database, nodes, storage
         self.flaws, self.terms = flaws, terms
-        self.traps: dict[str, list[Callable[[Replica], None]]] = {}
+        self.traps: dict[str, list[Callable[[Replica], float]]] = {}
         """What happens to the next replica that comes to a point."""
+        self.without_engine: dict[str, float] = {}
+        """Until when a replica cannot open its engine."""
         self.clients = 0
         """How many have not got what they wanted."""
 
@@ -98,6 +101,7 @@ class Replica(Process):
         """By node, what it has last said to this tenure, and which gangs it had been told to stop by then."""
         address.instance += 1
         address.replica = self
+        self._database.listeners[self.name] = self
         world.note("process starts", self.name, life)
         self._lease_thread = Thread(world, self, self._keep_lease())
         self._loop = Thread(world, self, self._decide_for_ever())
@@ -106,6 +110,18 @@ class Replica(Process):
         """Hand over."""
         self._world.note("resigns", self.name, self.life)
         self.lease.resign()
+        self._lease_thread.wake()
+
+    def _pause(self) -> Code:
+        """Leave the lease to others for a while, as it cannot open its engine."""
+        self.resign()
+        yield _ENGINE_REST_S
+        self.lease.stand_again()
+        self._note_mandate(None)
+        self._lease_thread.wake()
+
+    def hear(self, *_: Any) -> None:
+        """Hear that a lease was given up."""
         self._lease_thread.wake()
 
     def kill(self) -> None:
@@ -123,14 +139,10 @@ class Replica(Process):
         self._world.note("stopped", self.name, self.life, until_s)
         self.stopped_until_s = max(self.stopped_until_s, until_s)
 
-    def _is_trapped(self, point: str) -> bool:
-        """Have happen to it what shall happen at this point; then it has to yield."""
+    def _trapped(self, point: str) -> float | None:
+        """Have happen to it what shall happen at this point; then the thread has to rest for so many seconds."""
         waiting = self._parts.traps.pop(point, None)
-        if waiting is None:
-            return False
-        for trap in waiting:
-            trap(self)
-        return True
+        return None if waiting is None else max(trap(self) for trap in waiting)
 
     # -- the lease
 
@@ -140,9 +152,10 @@ class Replica(Process):
         while True:
             before, request = lease.epoch, lease.request()
             if before is None and not lease.stands:
-                return
+                yield _LOOK_S
+                continue
             if traps and before is not None:
-                self._is_trapped("the lease is asked for")
+                self._trapped("the lease is asked for")
             answer = yield database.ask, request
             if answer is LOST:
                 yield _RETRY_S / self._rate
@@ -165,7 +178,7 @@ class Replica(Process):
         if held is None:
             if before is not None:
                 self._world.note("mandate ends", self.name, self.life)
-        else:
+        elif self.lease.stands:
             until_s = (held[1] - self._offset_s) / self._rate
             if Flaw.NEVER_STOPS in self._flaws:
                 until_s = float("inf")
@@ -186,6 +199,9 @@ class Replica(Process):
         parts, world, lease, flaws, traps = self._parts, self._world, self.lease, self._flaws, self._parts.traps
         if Flaw.NO_BARRIER not in flaws and not (yield from self._write(mandate, None)):
             yield _REST_S
+            return
+        if parts.without_engine.get(self.name, 0.0) > world.now_s:
+            yield from self._pause()
             return
         self._seen, is_first = {}, True
         links = [Thread(world, self, self._command(mandate, node)) for node in parts.nodes]
@@ -208,8 +224,8 @@ class Replica(Process):
                     continue
                 jobs, generations = _applied(jobs, generations, changes)
             world.note("decides", self.name, self.life, mandate.epoch)
-            if traps and self._is_trapped("between commit and act"):
-                yield 0.0
+            if traps and (rest_s := self._trapped("between commit and act")) is not None:
+                yield rest_s
             if Flaw.ACT_BEFORE_COMMIT not in flaws:
                 yield from self._act(mandate, links, (jobs, generations))
             if world.now_s > world.calm_s and not parts.clients:
@@ -223,8 +239,8 @@ class Replica(Process):
         transaction = Transaction(self, epoch)
         if (yield database.begin, transaction) is LOST:
             return False
-        if traps and self._is_trapped("in a transaction"):
-            yield 0.0
+        if traps and (rest_s := self._trapped("in a transaction")) is not None:
+            yield rest_s
         if not self.lease.may_decide(epoch):
             database.roll_back(transaction)
             return False
@@ -234,8 +250,8 @@ class Replica(Process):
         if found != mandate.epoch and Flaw.WRITE_WITHOUT_EPOCH not in self._flaws:
             database.roll_back(transaction)
             return False
-        if traps and self._is_trapped("before commit"):
-            yield 0.0
+        if traps and (rest_s := self._trapped("before commit")) is not None:
+            yield rest_s
         answer = yield database.commit, transaction, lambda database: self._change(database, epoch, what)
         return answer is True
 
@@ -328,8 +344,8 @@ class Replica(Process):
                 link.wake()
         for name, job in jobs.items():
             if job.result and not job.is_published and job.result not in self._published:
-                if self._parts.traps and self._is_trapped("before a result is published"):
-                    yield 0.0
+                if self._parts.traps and (rest_s := self._trapped("before a result is published")) is not None:
+                    yield rest_s
                 if (yield self._parts.storage.publish, name, job.result) is not LOST:
                     self._published.add(job.result)
 
@@ -344,8 +360,8 @@ class Replica(Process):
                 continue
             self._number += 1
             push = self._push(mandate, node.name)
-            if traps and self._is_trapped("before a command is sent"):
-                yield 0.0
+            if traps and (rest_s := self._trapped("before a command is sent")) is not None:
+                yield rest_s
             answer = yield node.push, push
             if answer is LOST:
                 yield _REST_S
@@ -382,6 +398,8 @@ class Replica(Process):
             lease.answered(request, seen + 1)
             mandate.epoch = seen + 1
             self._note_mandate(before)
+            if self._parts.traps and (rest_s := self._trapped("the epoch is raised")) is not None:
+                yield rest_s
 
     # -- clients
 
@@ -396,8 +414,8 @@ class Replica(Process):
             return
         if Flaw.ANSWER_BEFORE_COMMIT in self._flaws:
             call.answer("accepted")
-        if self._parts.traps and self._is_trapped("in a handler"):
-            yield 0.0
+        if self._parts.traps and (rest_s := self._trapped("in a handler")) is not None:
+            yield rest_s
         answer = yield self._database.commit, transaction, lambda database: self._store(database, what, name)
         if answer is not LOST:
             call.answer(answer)

@@ -25,13 +25,14 @@ REPLACED_S = 3.0
 FINISHED_S = 90.0
 """How long after the last fault all jobs are finished."""
 _POINTS = (
-    "before a command is sent",
+    *2 * ("before a command is sent",),
     "between commit and act",
     "in a transaction",
-    "before commit",
+    *2 * ("before commit",),
     "the lease is asked for",
     "before a result is published",
     "in a handler",
+    "the epoch is raised",
 )
 
 
@@ -74,8 +75,8 @@ class _Scenario:
         for start_s, _, fault in plan:
             world.at(start_s, self._fail, fault)
         world.at(world.calm_s, self._be_calm)
-        for number in range(draw.randint(1, 4)):
-            self._ask_for("submit", f"j{number}", draw.uniform(0.1, 0.7 * world.calm_s))
+        for number in range(draw.randint(2, 5)):
+            self._ask_for("submit", f"j{number}", draw.uniform(0.1, 0.8 * world.calm_s))
         world.run(world.calm_s + FINISHED_S)
         for node in parts.nodes:
             node.close()
@@ -101,7 +102,7 @@ class _Scenario:
                 yield 0.5
         world.note("answered", what, name, answer)
         self._parts.clients -= 1
-        if what == "submit" and draw.random() < 0.3:
+        if what == "submit" and draw.random() < 0.4:
             self._ask_for("cancel", name, world.now_s + 8.0 * draw.random())
 
     def _send(self, thread: Thread, address: Address, what: str, name: str) -> None:
@@ -138,10 +139,10 @@ class _Scenario:
         """Return faults: when each begins, when it is over, and what it does."""
         draw = self._world.random
         plan: list[tuple[float, float, Callable[[], None]]] = []
-        kinds = draw.choices(list(_FAULTS), _WEIGHTS, k=draw.randint(1, 6))
+        kinds = draw.choices(list(_FAULTS), _WEIGHTS, k=draw.randint(2, 9))
         at_s = 0.5
         for kind in kinds:
-            at_s += draw.expovariate(1 / 2.5)
+            at_s += draw.expovariate(1 / 2.0)
             plan += _FAULTS[kind](self, at_s)
         return plan
 
@@ -188,20 +189,28 @@ class _Scenario:
     def _trap(self, at_s: float) -> list[Any]:
         """Have the next replica at some point stop, or killed there; and perhaps more go wrong meanwhile."""
         draw, world = self._world.random, self._world
-        point, seconds, kills = draw.choice(_POINTS), self._stopped_s(), draw.random() < 0.25
-        more_s = draw.uniform(0.5, 1.0) * seconds
+        point, seconds = draw.choice(_POINTS), self._stopped_s()
+        how = draw.choices(("stop", "kill", "cut off", "hand over"), (4, 2, 2, 4))[0]
+        rest_s = draw.uniform(0.2, 3.2) if how == "hand over" else 0.0
+        more_s = draw.uniform(0.5, 1.0) * (rest_s or seconds)
         more = draw.choices(("", "agent", "reboot", "jump", "cut"), (4, 2, 1, 1, 1))[0]
 
-        def trap(replica: Replica) -> None:
+        def trap(replica: Replica) -> float:
             world.note("comes to a trap", point, replica.name, replica.life)
-            if kills:
+            if how == "kill":
                 replica.kill()
                 world.at(min(world.calm_s, world.now_s + seconds / 3), lambda *_: self._start_again(replica))
-            else:
+            elif how == "stop":
                 replica.stop(seconds)
+            elif how == "hand over":
+                replica.resign()  # One of its threads is slow meanwhile.
+                world.at(min(world.calm_s, world.now_s + seconds), lambda *_: self._start_again(replica))
+            else:
+                world.cut[replica.name, "db"] = world.cut["db", replica.name] = world.now_s + seconds
             if more and world.now_s + more_s < world.calm_s:
                 for when_s, _, fault in _FAULTS[more](self, world.now_s + more_s):
                     world.at(when_s, self._fail, fault)
+            return rest_s
 
         def arm() -> None:
             self._parts.traps.setdefault(point, []).append(trap)
@@ -241,7 +250,27 @@ class _Scenario:
         return [(at_s, at_s + seconds, begin), (at_s + seconds, at_s + seconds, end)]
 
     def _restart_agent(self, at_s: float) -> list[Any]:
-        return [(at_s, at_s, self._world.random.choice(self._parts.nodes).restart)]
+        draw, nodes = self._world.random, self._parts.nodes
+        some = nodes if draw.random() < 0.5 else [draw.choice(nodes)]
+        return [(at_s, at_s, node.restart) for node in some]
+
+    def _know_better(self, at_s: float) -> list[Any]:
+        """Have a node come that has obeyed a service on another database, which is lost."""
+        node, more = self._world.random.choice(self._parts.nodes), self._world.random.randint(1, 5)
+        return [(at_s, at_s, lambda: node.remember(self._parts.database.row.epoch + more))]
+
+    def _no_engine(self, at_s: float) -> list[Any]:
+        """Replicas cannot open their engines: one after the other takes the lease and gives it up."""
+        draw, world, some = self._world.random, self._world, self._addresses
+        some = some if draw.random() < 0.4 else [draw.choice(some)]
+        seconds = draw.uniform(2.0, 12.0)
+
+        def begin() -> None:
+            world.note("no engine", [address.name for address in some], world.now_s + seconds)
+            for address in some:
+                self._parts.without_engine[address.name] = min(world.now_s + seconds, world.calm_s)
+
+        return [(at_s, at_s + seconds + 2.0, begin)]
 
     def _reboot(self, at_s: float) -> list[Any]:
         node, seconds = self._world.random.choice(self._parts.nodes), self._world.random.uniform(0.5, 4.0)
@@ -338,5 +367,7 @@ _FAULTS: dict[str, Callable[[_Scenario, float], list[tuple[float, float, Callabl
     "all down": _Scenario._all_down,
     "database": _Scenario._restart_database,
     "jump": _Scenario._jump,
+    "node of old": _Scenario._know_better,
+    "no engine": _Scenario._no_engine,
 }
-_WEIGHTS = (2.0, 2.0, 5.0, 2.5, 1.5, 0.8, 0.8, 1.2, 0.4, 0.8, 0.6)
+_WEIGHTS = (2.0, 2.0, 7.0, 2.5, 1.5, 0.8, 0.8, 1.2, 0.4, 0.8, 0.5, 0.5, 0.5)
