@@ -75,6 +75,7 @@ NAVIGATION = {
         "how-to/kuberay",
         "how-to/slurm",
         "how-to/deploy",
+        "how-to/replicas",
         "how-to/monitor",
         "how-to/watch-the-cluster",
         "how-to/forecast",

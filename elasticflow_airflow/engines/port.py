@@ -159,6 +159,25 @@ class EngineError(Exception):
     """The engine could not carry out a request; the message says what to do about it."""
 
 
+class SupersededError(EngineError):
+    """Another service commands the nodes: this one may not (any more), and nothing was changed."""
+
+
+class Fencing(Protocol):
+    """Under which number nodes are commanded. A node refuses every number that is lower than one that it has seen."""
+
+    def epoch(self) -> int:
+        """Return the number for a request that is sent now. Raises SupersededError when none may be sent."""
+        ...
+
+    def above(self, seen: int) -> int:
+        """Return a number above one that a node has seen, and go on with it.
+
+        Raises SupersededError when that one belongs to a service that has replaced this one.
+        """
+        ...
+
+
 class SlotsHeldError(EngineError):
     """A gang was not started because its slots are held; ``held`` maps them to the holders. The gang itself is fine."""
 

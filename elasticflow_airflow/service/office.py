@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import sqlalchemy as sa
 import structlog
@@ -18,14 +18,20 @@ from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.leadership.election import (
     FAILS_OVER,
     Election,
+    Mandate,
+    NodeFencing,
     replica_id_of,
     wait_while_another_decides,
 )
+from elasticflow_airflow.service.leadership.engine_records import DatabaseRecords
 from elasticflow_airflow.service.leadership.tenure import Seat
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.service_lock import own_file, without_older_services
 from elasticflow_airflow.service.store.store import Store
+
+if TYPE_CHECKING:
+    from elasticflow_airflow.engines.cluster.cluster_nodes import Leadership
 
 log = structlog.get_logger()
 
@@ -112,7 +118,7 @@ class _SharedOffice:
                 replica_id=replica_id,
                 own_url=own_url(settings, card),
                 card=_about(card),
-                open_engine=lambda _mandate: open_engine(settings),
+                open_engine=lambda mandate: open_engine(settings, _leadership(settings, store, mandate)),
                 leave=lambda said: self.leave(said),
             )
             stack.callback(self._election.close)
@@ -127,6 +133,19 @@ class _SharedOffice:
     def close(self) -> None:
         """Give up the lease, and end the tenure."""
         self._election.close()
+
+
+def _leadership(settings: ServiceSettings, store: Store, mandate: Mandate) -> Leadership | None:
+    """Return what the engine of a leader needs of the others; None for one that cannot go on elsewhere."""
+    if settings.engine not in FAILS_OVER:
+        return None
+    from elasticflow_airflow.engines.cluster.cluster_nodes import Leadership
+
+    return Leadership(
+        records=DatabaseRecords(store.engine_without_transactions, mandate.leading_epoch),
+        fencing=NodeFencing(mandate),
+        code_root=settings.state_dir,
+    )
 
 
 def _about(card: ServiceCard) -> Mapping[str, Any]:

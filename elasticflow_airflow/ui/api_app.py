@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from sqlalchemy import select
 from starlette.types import Lifespan
 
-from elasticflow_airflow.api import AmendAnswer, AmendRequest, Event, JobStatus, LogPiece
+from elasticflow_airflow.api import AmendAnswer, AmendRequest, Event, JobStatus, LeaderStatus, LogPiece
 from elasticflow_airflow.api.insight import StackDump, WhatIf, WhatIfRequest
 from elasticflow_airflow.client import ElasticFlowError
 from elasticflow_airflow.client.calls.service_calls import calls
@@ -210,7 +210,7 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
             **sight.plain(seen.model_dump(mode="json")),
             "hidden_jobs": len(now.jobs) - len(seen.jobs),
             "may_edit": _editable(user),
-            "service": {"problems": sight.problems(health.problems)},
+            "service": {"problems": sight.problems(health.problems), "leadership": _leadership(health.leadership)},
         }
 
     @app.get("/api/history")
@@ -265,6 +265,23 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
             latest=_latest(source, wanted),
         )
         return JobList.model_validate(sight.plain(answer.model_dump(mode="json")))
+
+
+def _leadership(known: LeaderStatus | None) -> dict[str, Any] | None:
+    """Return who decides among several services, without their addresses; None for a service that is the only one."""
+    if known is None:
+        return None
+    hosts = [replica.host for replica in known.replicas]
+    names = {
+        replica.replica_id: replica.host if hosts.count(replica.host) == 1 and replica.host else replica.replica_id[:8]
+        for replica in known.replicas
+    }
+    replicas = [
+        {"name": names[one.replica_id], **one.model_dump(include={"silent_s", "is_gone"})} for one in known.replicas
+    ]
+    told = known.model_dump(include={"epoch", "elected_at", "change", "failed_over_at"})
+    leader = None if known.leader is None else names.get(known.leader, known.leader[:8])
+    return {**told, "leader": leader, "replicas": replicas}
 
 
 def _newest_seen(

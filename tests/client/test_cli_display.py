@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticflow_airflow.api import Health, JobIdentity, JobStatus, SlotStatus, Verdict
+from elasticflow_airflow.api import Health, JobIdentity, JobStatus, LeaderStatus, ReplicaStatus, SlotStatus, Verdict
 from elasticflow_airflow.cli.terminal.display import health_lines, job_lines
 from elasticflow_airflow.times import local_moment
 
@@ -76,3 +76,55 @@ def test_an_avoided_slot_says_until_when():
         "  n:0  free",
         f"  n:1  free; avoided until {local_moment(700.0)}: a worker was slow",
     ]
+
+
+def healthy(role, **leadership):
+    replicas = [
+        ReplicaStatus(
+            replica_id="a1", role="leader", url="http://10.0.0.5:8321", host="ef-0", version="1", silent_s=1.0
+        ),
+        ReplicaStatus(replica_id="b2", role="follower", host="ef-1", version="1", silent_s=95.0, is_gone=True),
+        ReplicaStatus(replica_id="c3", role="follower", silent_s=19.0),
+    ]
+    known = {"epoch": 7, "leader": "a1", "elected_at": 700.0, "change": "hand-over", "replicas": replicas}
+    return Health(
+        status="ok",
+        version="1",
+        engine="cluster",
+        pid=1,
+        started_at=0.0,
+        state_dir="s",
+        live_jobs=0,
+        role=role,
+        leadership=LeaderStatus(**known | leadership),
+    )
+
+
+def test_replicas_say_who_decides_since_when_and_who_is_missing():
+    assert health_lines(healthy("leader"))[2:] == [
+        f"role the leader of epoch 7, since {local_moment(700.0)}, by a hand-over; no fail-over so far",
+        "  replica a1 on ef-0 at http://10.0.0.5:8321, elasticflow 1: leader",
+        "  replica b2 on ef-1, elasticflow 1: follower; not heard of for 1 min 35 s",
+        "  replica c3: follower",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ({"leader": None}, "role follower; no replica decides at this moment (epoch 7); no fail-over so far"),
+        (
+            {"change": "fail-over", "failed_over_at": 700.0},
+            (
+                f"role follower; the leader of epoch 7 is a1, since {local_moment(700.0)}, by a fail-over;"
+                f" last fail-over {local_moment(700.0)}"
+            ),
+        ),
+    ],
+)
+def test_a_follower_that_had_to_answer_itself_says_so(known, said):
+    assert health_lines(healthy("follower", **known))[2] == said
+
+
+def test_a_service_that_is_alone_has_no_role():
+    assert not any("role" in line for line in health_lines(healthy("leader").model_copy(update={"leadership": None})))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from pydantic import SecretStr
+from support.leaders import Leader, Lease
 from support.machines import Machines, need_namespaces
 from support.node_agents import TOKEN, start_agent
 
@@ -395,6 +396,41 @@ class ClusterBench(LocalBench):
 
 
 @dataclass(kw_only=True)
+class TakeoverBench(ClusterBench):
+    """Two agents, and one service after the other."""
+
+    lease: Lease
+    leader: Leader | None = None
+    former: list[TorchrunEngine] = field(default_factory=list)
+
+    def take_over(self) -> TorchrunEngine:
+        """A service with an empty folder leads; return the engine of the one before, which has not heard of it."""
+        before = self.engine
+        if self.leader is not None:
+            self.leader.knows = False
+            self.former.append(before)  # type: ignore[arg-type]
+        self.leader = self.lease.elect()
+        urls, shared = list(self.urls.values()), self.base / "shared"
+        self.engine = open_cluster_engine(
+            self.leader.root, shared, urls, TOKEN, leadership=self.leader.leadership(), suspicion_s=self.suspicion_s
+        )
+        self.reports.clear()
+        return before  # type: ignore[return-value]
+
+    def spec(self, generation: int = 1, workers: int = 1, job_id: str = "job", **changes: Any) -> GangSpec:
+        found = super().spec(generation, workers, job_id, **changes)
+        folder = self.engine.files.folder(job_id, found.incarnation)
+        return replace(found, session=replace(found.session, incarnation_dir=str(folder)))
+
+    def end(self) -> None:
+        try:
+            super().end()
+        finally:
+            for engine in self.former:
+                engine.close()
+
+
+@dataclass(kw_only=True)
 class RayBench(ClusterBench):
     """The two nodes of a Ray cluster on this machine."""
 
@@ -411,7 +447,8 @@ class RayBench(ClusterBench):
             reserved=True,
         )
         client = ClientSettings(address=self.address, slots=2, allow_insecure=True, agent=agent)
-        engine = open_ray_engine(self.base / state, client, suspicion_s=self.suspicion_s, **options)
+        root = options["leadership"].fencing.root if "leadership" in options else self.base / state
+        engine = open_ray_engine(root, client, suspicion_s=self.suspicion_s, **options)
         wait_until(lambda: len(engine.inventory()) == 2, "both nodes are there")
         return engine
 
@@ -481,6 +518,23 @@ def cluster_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     # Longer than the default: a busy machine that runs these tests is no silent node.
     yield from open_cluster(tmp_path, None, 20.0)
+
+
+@pytest.fixture
+def takeover_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TakeoverBench]:
+    """Two agents on this machine, and services that take over from each other."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    fake, nodes = FakeEngine(jobs_dir=tmp_path), ("local0", "local1")
+    bench = TakeoverBench(engine=fake, base=tmp_path, nodes=nodes, suspicion_s=20.0, lease=Lease(tmp_path))
+    try:
+        for node_id in nodes:
+            bench.start_agent(node_id)
+        bench.take_over()
+    except BaseException:
+        bench.end_agents()
+        raise
+    yield bench
+    bench.end()
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_what_workers_and_users_are_told(cluster: Cluster, tmp_path: Path) -> No
     path = cluster.files.checkpoint("job", 1, name)
     url = cluster.files.checkpoints_url("job", 1)
     if url is None:
-        assert path == str(tmp_path / "state" / "jobs" / "job" / "i000001" / "checkpoints" / name)
+        assert path == str(tmp_path / "shared" / "jobs" / "job" / "i000001" / "checkpoints" / name)
         assert not cluster.files.is_checkpoint(path)
         assert cluster.files.is_checkpoint(f"s3://bucket/{name}")  # as far as anybody knows
     else:

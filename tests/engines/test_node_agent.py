@@ -26,6 +26,7 @@ from elasticflow_airflow.engines.cluster.agent_server import (
     tree_digest,
 )
 from elasticflow_airflow.engines.cluster.cluster_engine import open_cluster_engine
+from elasticflow_airflow.engines.cluster.cluster_nodes import OwnEpoch
 from elasticflow_airflow.engines.cluster.job_folder import Direction, files_down, place_of
 from elasticflow_airflow.engines.cluster.messages import (
     FilePart,
@@ -119,6 +120,7 @@ ROUTES = [
     "GET /introduction",
     "POST /push",
     "POST /pull",
+    "POST /recall",
     "POST /stacks",
     "POST /environment",
     "PUT /code/x",
@@ -429,7 +431,7 @@ def test_times_are_converted() -> None:
 
 def test_the_better_comparison_of_clocks_counts(tmp_path: Path) -> None:
     probe = StorageProbe(open_shared_storage(tmp_path / "shared"))
-    link = NodeLink("x", "http://x", TOKEN, tmp_path, 1, probe, lambda *_: None, lambda *_: None)
+    link = NodeLink("x", "http://x", TOKEN, tmp_path, OwnEpoch(), probe, lambda *_: None, lambda *_: None)
     link._compare_clocks(1000.0, 0.002, 960.001)
     assert link.offset_s == pytest.approx(40.0)
     link._compare_clocks(1000.0, 3.0, 962.9)  # It had waited for news.

@@ -13,7 +13,9 @@ import pytest
 from pydantic import SecretStr
 
 from elasticflow_airflow.engines.cluster.agent_server import AgentOptions
-from elasticflow_airflow.engines.port import EngineError
+from elasticflow_airflow.engines.cluster.cluster_nodes import OwnEpoch
+from elasticflow_airflow.engines.local.files.records import FileRecords
+from elasticflow_airflow.engines.port import EngineError, Fencing, SupersededError
 from elasticflow_airflow.engines.ray import agent_process, node_actor, ray_directory, ray_engine
 from elasticflow_airflow.engines.ray.messages import AgentSettings, ClientSettings, ClusterView, WantedNodes
 from elasticflow_airflow.engines.ray.node_actor import NodeActor
@@ -54,9 +56,10 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def follow(tmp_path: Path) -> Iterator[Callable[[], tuple[RayDirectory, list[Mapping[str, str]]]]]:
     made: list[RayDirectory] = []
 
-    def begin() -> tuple[RayDirectory, list[Mapping[str, str]]]:
+    def begin(leads: Fencing | None = None) -> tuple[RayDirectory, list[Mapping[str, str]]]:
         moves: list[Mapping[str, str]] = []
-        made.append(RayDirectory(settings(tmp_path), tmp_path, moves.append))
+        records, fencing = FileRecords(tmp_path), leads or OwnEpoch()
+        made.append(RayDirectory(settings(tmp_path), tmp_path, records, moves.append, fencing))
         return made[-1], moves
 
     yield begin
@@ -87,7 +90,7 @@ def test_what_is_wanted_is_said_to_each_client(tmp_path, say, follow) -> None:
 
     def words() -> list[WantedNodes]:
         lines = heard.read_text().splitlines() if heard.exists() else []
-        return [WantedNodes.model_validate_json(line) for line in lines]
+        return [WantedNodes.model_validate_json(line) for line in lines if line]
 
     for one in (first, first):
         directory.want(one)
@@ -112,6 +115,47 @@ def test_the_last_addresses_are_known_to_a_service_that_starts_while_ray_is_away
     assert moves == [both]
     wait_until(lambda: directory.problems == ["Ray cannot be used: it is away"])
     assert moves == [both], "nothing is known to have changed"
+
+
+def test_a_service_that_does_not_lead_lets_its_client_leave_and_starts_none(tmp_path, say, follow, monkeypatch) -> None:
+    monkeypatch.setattr(ray_directory, "_ASSURE_S", 0.05)
+    say(view(nodes={"n0": "http://a"}), then=f"while read line; do echo x >>{tmp_path}/beats; done")
+    started, beats = tmp_path / "started", tmp_path / "beats"
+
+    class Lease(OwnEpoch):
+        leads = True
+
+        def epoch(self) -> int:
+            if not self.leads:
+                raise SupersededError("another service leads")
+            return super().epoch()
+
+    lease = Lease()
+    directory, _ = follow(lease)
+    wait_until(lambda: beats.exists() and len(beats.read_text().split()) > 3)
+    lease.leads = False
+    time.sleep(0.2)
+    before = beats.read_text()
+    time.sleep(0.3)
+    assert beats.read_text() == before, "it hears no more, and leaves after a while"
+    assert directory._client is not None
+    directory._client.kill()
+    time.sleep(0.3)
+    assert started.read_text().split() == ["x"]
+    lease.leads = True
+    wait_until(lambda: len(started.read_text().split()) == 2)
+
+
+def test_a_client_leaves_when_its_service_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_client = pytest.importorskip("elasticflow_airflow.engines.ray.ray_client", reason="needs Ray")
+    left: list[int] = []
+    service = ray_client.Listener()
+    monkeypatch.setattr(ray_client, "SILENCE_S", 0.2)
+    service.listen([b'{"count": 3}\n', b"\n"], left.append)
+    assert (service.wanted, service.is_silent, left) == (WantedNodes(count=3), False, [0])
+    wait_until(lambda: service.is_silent)
+    service.listen([b"\n"], left.append)
+    assert not service.is_silent
 
 
 def test_a_client_that_ends_is_started_again_and_what_nobody_understands_is_passed_over(tmp_path, say, follow) -> None:

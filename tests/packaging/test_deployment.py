@@ -10,12 +10,14 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from support import postgres
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -131,21 +133,27 @@ def test_every_mounted_file_is_there(compose: dict[str, Any]) -> None:
         assert (DOCKER / config["file"]).exists()
 
 
+def replicas_of_ray() -> dict[str, Any]:
+    found = {name: each for name, each in RAY_COMPOSE["services"].items() if name.startswith("elasticflow")}
+    assert len(found) == 2
+    return found
+
+
 def test_ray_has_one_image_one_token_and_one_folder() -> None:
     services = RAY_COMPOSE["services"]
-    head, service = services["ray-head"], services["elasticflow"]
+    head, replicas = services["ray-head"], replicas_of_ray()
     workers = {name: each for name, each in services.items() if name.startswith("ray-worker")}
-    settings = service["environment"]
+    settings = replicas["elasticflow-1"]["environment"]
     assert len(workers) == 2
-    assert all(each["hostname"] == name for name, each in workers.items())
-    for each in (head, service, *workers.values()):
+    assert all(each["hostname"] == name for name, each in (workers | replicas).items())
+    for each in (head, *replicas.values(), *workers.values()):
         assert each["image"] == "elasticflow-ray"
         assert each["build"]["target"] == "ray"
         assert each["environment"]["RAY_AUTH_MODE"] == "token"
         assert each["environment"]["RAY_AUTH_TOKEN_PATH"] == "/run/secrets/ray_token"
         assert "ray_token" in each["secrets"]
     shared = f"shared:{settings['ELASTICFLOW_SHARED_DIR']}"
-    assert all(shared in each["volumes"] for each in (service, *workers.values()))
+    assert all(shared in each["volumes"] for each in (replicas | workers).values())
     assert settings["ELASTICFLOW_RAY_ADDRESS"] == "ray://ray-head:10001"
     assert "--num-cpus=0 --num-gpus=0" in head["command"]
     assert all("--address=ray-head:6379" in each["command"] for each in workers.values())
@@ -155,12 +163,49 @@ def test_the_compose_file_of_ray_sets_settings_that_there_are(monkeypatch: pytes
     from elasticflow_airflow.service.settings import ServiceSettings
 
     known = {f"ELASTICFLOW_{name.upper()}" for name in ServiceSettings.model_fields}
-    service = RAY_COMPOSE["services"]["elasticflow"]
-    assert set(re.findall(r"ELASTICFLOW_[A-Z_]+[A-Z]", json.dumps(service))) <= known
-    for name, value in service["environment"].items():
-        monkeypatch.setenv(name, value)
-    settings = ServiceSettings()
-    assert (settings.engine, settings.ray_reserved) == ("ray", True)
+    for service in replicas_of_ray().values():
+        assert set(re.findall(r"ELASTICFLOW_[A-Z_]+[A-Z]", json.dumps(service))) <= known
+        for name, value in service["environment"].items():
+            monkeypatch.setenv(name, value)
+        settings = ServiceSettings()
+        assert (settings.engine, settings.ray_reserved) == ("ray", True)
+
+
+def test_the_replicas_of_the_compose_file_differ_only_in_where_they_are(tmp_path: Path) -> None:
+    """Each has a folder and a port of its own, says its own name to the other, and shares the rest."""
+    from elasticflow_airflow.service.settings import ServiceSettings
+
+    one, other = replicas_of_ray().values()
+    own = {"hostname", "ports", "volumes"}
+    assert {name for name in one if one[name] != other.get(name)} == own
+    folders = [mount for each in (one, other) for mount in each["volumes"] if mount.endswith(":/var/lib/elasticflow")]
+    assert len(set(folders)) == 2
+    assert set(one["ports"]).isdisjoint(other["ports"])
+    assert "/readyz" in json.dumps(one["healthcheck"])
+    script = one["command"][-1].replace("$$", "$").replace("/run/secrets/postgres_password", str(tmp_path / "p"))
+    (tmp_path / "p").write_text("secret\n")
+    (tmp_path / "elasticflow").write_text("#!/bin/sh\nenv\n")
+    (tmp_path / "elasticflow").chmod(0o755)
+    search = f"{tmp_path}:{os.environ['PATH']}"
+    said = subprocess.run(
+        [*one["command"][:-1], script], env={"PATH": search}, capture_output=True, text=True, check=True
+    )
+    given = dict(line.partition("=")[::2] for line in said.stdout.splitlines())
+    assert given["ELASTICFLOW_DATABASE_URL"] == "postgresql://elasticflow:secret@postgres/elasticflow"
+    url = given["ELASTICFLOW_ADVERTISE_URL"]
+    assert ServiceSettings(advertise_url=url).advertise_url == f"http://{os.uname().nodename}:8321"
+    assert url.endswith(":8321")
+
+
+def test_the_connection_that_the_compose_file_names_reaches_both_replicas() -> None:
+    from elasticflow_airflow.client import Endpoint
+
+    (host,) = re.findall(r"with the host (\S+)[.]$", (DOCKER / "compose.ray.yaml").read_text(), re.MULTILINE)
+    ports = {port.split(":")[1] for each in replicas_of_ray().values() for port in each["ports"]}
+    urls = [f"http://{one}" for one in host.split(",")]
+    endpoint = Endpoint.from_url(",".join(urls), token="t")
+    assert {url.rpartition(":")[2] for url in urls} == ports
+    assert endpoint.base_url == urls[0]
 
 
 def test_the_options_of_ray_are_those_that_there_are() -> None:
@@ -220,17 +265,31 @@ def selectors(expr: str) -> list[tuple[str, dict[str, str]]]:
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
-    """Labels of every sample that a service exposes, by name: one with a job that trained and one that trains."""
-    from prometheus_client.parser import text_string_to_metric_families
+    """Labels of every sample that a service exposes, by name: one with a job that trained and one that trains.
 
-    from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
-    from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
-
+    A replica, as it exposes most; where there is no PostgreSQL, what only replicas expose is taken for granted.
+    """
     base = Path(tmp_path_factory.mktemp("m"))
     (base / "code").mkdir()
     (base / "code/train.py").write_text("print('training')\n")
     settings = {"ELASTICFLOW_ENGINE": "fake", "ELASTICFLOW_SLOT_LOCK_DIR": str(base / "locks")}
     state = Path(tempfile.mkdtemp(prefix="ef-"))  # Short enough for a socket.
+    with ExitStack() as stack:
+        has_postgres = postgres.why_not() is None
+        url = stack.enter_context(postgres.service_database("postgresql" if has_postgres else "sqlite"))
+        found = _exposed_by(state, base, settings if url is None else {**settings, "ELASTICFLOW_DATABASE_URL": url})
+    return found | ({} if has_postgres else {name: [{}] for name in ONLY_OF_REPLICAS})
+
+
+ONLY_OF_REPLICAS = ("elasticflow_leader_epoch", "elasticflow_failed_over_timestamp_seconds")
+
+
+def _exposed_by(state: Path, base: Path, settings: dict[str, str]) -> dict[str, list[dict[str, str]]]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
+    from elasticflow_airflow.client import ElasticFlowClient, ensure_service, snapshot_folder
+
     endpoint = ensure_service(state, settings)
     try:
         with ElasticFlowClient(endpoint) as client:
@@ -284,6 +343,8 @@ def test_what_queries_group_by_are_labels(exposed: dict[str, list[dict[str, str]
         names = [name for name, _ in selectors(expr)]
         for groups in re.findall(r"(?:by|without) \(([^)]*)\)", expr):
             for label in (part.strip() for part in groups.split(",")):
+                if label in ("instance", "job"):
+                    continue  # Prometheus adds them.
                 assert any(label in sample for name in names for sample in exposed[name]), (
                     f"{where!r} groups by {label}"
                 )
@@ -337,7 +398,7 @@ def test_alerts_say_what_to_do() -> None:
     rules = [rule for group in ALERTS["groups"] for rule in group["rules"]]
     assert len({rule["alert"] for rule in rules}) == len(rules)
     for rule in rules:
-        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"]
 
@@ -369,7 +430,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 # -- the pages -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["deploy", "monitor", "kuberay"])
+@pytest.mark.parametrize("name", ["deploy", "monitor", "kuberay", "replicas"])
 def test_yaml_on_the_pages_is_yaml(name: str) -> None:
     blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / f"docs/how-to/{name}.md").read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
@@ -378,7 +439,7 @@ def test_yaml_on_the_pages_is_yaml(name: str) -> None:
 
 
 def test_files_that_the_pages_name_are_there() -> None:
-    for name in ("deploy", "monitor", "kuberay", "ray", "slurm"):
+    for name in ("deploy", "monitor", "kuberay", "ray", "replicas", "slurm"):
         for path in re.findall(r"\bdocker/[\w./-]+\w", (ROOT / f"docs/how-to/{name}.md").read_text()):
             assert (ROOT / path).exists(), f"{name}.md names {path}"
 

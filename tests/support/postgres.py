@@ -23,6 +23,8 @@ class Postgres:
     base: Path
     programs: Path
     user: str | None
+    address: str = ""
+    """Where it also listens, on its usual port, for everybody; empty: on its Unix socket only."""
 
     @property
     def url(self) -> str:
@@ -48,9 +50,12 @@ class Postgres:
 
     def create(self) -> None:
         self._run("initdb", "-U", "elasticflow", "-A", "trust", "--no-sync", "-E", "UTF8")
+        if self.address:
+            with (self.base / "data" / "pg_hba.conf").open("a") as rules:
+                rules.write("host all all 0.0.0.0/0 trust\n")
 
     def start(self) -> None:
-        options = f"-c listen_addresses= -c unix_socket_directories={self.base} -c fsync=off"
+        options = f"-c listen_addresses={self.address} -c unix_socket_directories={self.base} -c fsync=off"
         self._run("pg_ctl", "-w", "-t", "60", "-l", str(self.base / "log"), "-o", options, "start")
 
     def stop(self) -> None:
@@ -86,8 +91,8 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def postgres() -> Iterator[Postgres]:
-    """Start one. Skips the test where there is none."""
+def postgres(address: str = "") -> Iterator[Postgres]:
+    """Start one, which also listens at an address if that is given. Skips the test where there is none."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -96,7 +101,7 @@ def postgres() -> Iterator[Postgres]:
     with tempfile.TemporaryDirectory(prefix="ef-pg-") as folder:
         if user is not None:
             shutil.chown(folder, user)
-        server = Postgres(Path(folder), programs, user)
+        server = Postgres(Path(folder), programs, user, address)
         server.create()
         server.start()
         try:

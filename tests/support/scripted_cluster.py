@@ -26,6 +26,7 @@ from elasticflow_airflow.api import (
     JobIdentity,
     JobResult,
     JobStatus,
+    LeaderStatus,
     LogPiece,
     Problem,
     SlotStatus,
@@ -79,6 +80,7 @@ class ScriptedCluster:
     cancelled: set[str] = field(default_factory=set)
     deadlines: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    leadership: LeaderStatus | None = None
     further: list[JobStatus] = field(default_factory=list)
     """More jobs that lists find."""
 
@@ -258,6 +260,7 @@ class ScriptedCluster:
             state_dir="/var/x",
             live_jobs=4,
             problems=self.problems,
+            leadership=self.leadership,
         )
 
     def history(self, params: Mapping[str, str]) -> ClusterHistory:

@@ -337,6 +337,29 @@ def test_what_is_too_much_to_be_drawn_is_said_and_still_counted(look: Any) -> No
     assert everything.get_by_text("So much was").count() == 0
 
 
+def test_of_several_services_the_one_that_decides_is_named(look: Any) -> None:
+    at = time.time() - 60
+    replicas = [
+        {"name": "ef-0", "silent_s": 1.0, "is_gone": False},
+        {"name": "ef-1", "silent_s": 95.0, "is_gone": True},
+    ]
+    known = {"epoch": 7, "leader": "ef-0", "elected_at": at, "change": "fail-over", "failed_over_at": at}
+
+    def with_replicas(route: Any) -> None:
+        told = route.fetch().json()
+        assert told["service"]["leadership"] is None, "the service of these tests is the only one"
+        route.fulfill(json={**told, "service": {**told["service"], "leadership": {**known, "replicas": replicas}}})
+
+    page = look("viewer", "elasticflow/static/icon.svg", width=390)
+    page.route("**/api/cluster", with_replicas)
+    page.goto(page.url.replace("static/icon.svg", "#/cluster"))
+    said = shown(page).locator("[data-key=replicas]").inner_text()
+    assert said.startswith("ef-0 decides since ")
+    assert "by a fail-over (epoch 7). Replicas: ef-0, ef-1 (not heard of for 1 min 35 s). Last fail-over: " in said
+    assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+    check_accessibility(page, "replicas on a phone")
+
+
 def test_airflows_navigation_leads_to_the_page(look: Any) -> None:
     page = look("admin", "")
     page.get_by_role("button", name="Browse").click()

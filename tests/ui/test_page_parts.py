@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -124,3 +125,28 @@ def test_what_is_late_or_at_risk_now_is_said_whatever_the_forecast_says(
 def test_where_nothing_is_late_a_missing_forecast_is_no_calm() -> None:
     tile = call("views/cluster.js", "page.nextDay(value, { unknown: true, items: [] }).slice(1)", {"jobs": [job()]})
     assert tile == [DASH, "the forecast did not come", "warn"]
+
+
+def leadership(**changes: Any) -> dict[str, Any]:
+    replicas = [
+        {"name": "ef-0", "silent_s": 1.0, "is_gone": False},
+        {"name": "ef-1", "silent_s": 95.0, "is_gone": True},
+    ]
+    known = {"epoch": 7, "leader": "ef-0", "elected_at": time.time(), "change": "hand-over", "failed_over_at": None}
+    return {**known, "replicas": replicas, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, r"ef-0 decides since \d\d:\d\d, by a hand-over \(epoch 7\)[.] .* No fail-over so far[.]"),
+        ({"leader": None}, r"No replica decides at this moment \(epoch 7\)[.] .*"),
+        (
+            {"change": "fail-over", "failed_over_at": time.time()},
+            r"ef-0 decides since \d\d:\d\d, by a fail-over .* Last fail-over: \d\d:\d\d[.]",
+        ),
+        ({}, r".* Replicas: ef-0, ef-1 \(not heard of for 1 min 35 s\)[.] .*"),
+    ],
+)
+def test_the_page_says_which_replica_decides(changes: dict[str, Any], said: str) -> None:
+    assert re.fullmatch(said, call("views/cluster.js", "page.whoDecides(value)", leadership(**changes)))

@@ -10,7 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 from support.scripted_cluster import FOREIGN, HIDDEN, NODES, TASKS, ScriptedCluster, identity
 
-from elasticflow_airflow.api import Event, JobIdentity
+from elasticflow_airflow.api import Event, JobIdentity, LeaderStatus, ReplicaStatus
 
 MINE = identity("fraud_daily")
 JOB = f"api/dags/fraud_daily/jobs/{MINE.job_id}"
@@ -120,6 +120,28 @@ def test_no_route_names_a_dag_that_may_not_be_read(browse: Any, cluster: Scripte
         "A job that you may not see is set aside, as the service failed on it; all others go on.",
         "fraud_daily.finetune is set aside: the service failed while planning it beside another job: TypeError",
     ]
+
+
+def test_who_decides_is_told_by_host_and_never_by_address(browse: Any, source: Any, cluster: ScriptedCluster) -> None:
+    assert browse("viewer").get("api/cluster").json()["service"]["leadership"] is None
+    replicas = [
+        ReplicaStatus(replica_id=f"{name}" * 32, role=role, url="http://10.0.0.5:8321", host=host, silent_s=2.0)
+        for name, role, host in (("a", "leader", "ef-0"), ("b", "follower", "ef-1"), ("c", "follower", "ef-1"))
+    ]
+    known = LeaderStatus(epoch=3, leader="a" * 32, elected_at=5.0, change="start", replicas=replicas)
+    cluster.leadership = known
+    here = {"silent_s": 2.0, "is_gone": False}
+    source.forget()
+    told = browse("viewer").get("api/cluster").json()
+    assert told["service"]["leadership"] == {
+        "epoch": 3,
+        "leader": "ef-0",
+        "elected_at": 5.0,
+        "change": "start",
+        "failed_over_at": None,
+        "replicas": [{"name": "ef-0", **here}, {"name": "bbbbbbbb", **here}, {"name": "cccccccc", **here}],
+    }
+    assert "10.0.0.5" not in json.dumps(told)
 
 
 def test_the_service_says_which_tasks_a_sentence_names(browse: Any, cluster: ScriptedCluster) -> None:

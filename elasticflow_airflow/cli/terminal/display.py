@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from elasticflow_airflow.api import Event, Health, JobStatus
+from elasticflow_airflow.api import Event, Health, JobStatus, LeaderStatus, ReplicaStatus
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.times import duration, local_moment
 
@@ -18,6 +18,7 @@ _JOBS = (
     Column("projected"),
     Column("slack", number=True),
 )
+_CHANGES = {"start": "as the first", "hand-over": "by a hand-over", "fail-over": "by a fail-over"}
 _STYLES = {"succeeded": "green", "failed": "red", "rejected": "red", "cancelled": "yellow", "running": "cyan"}
 
 
@@ -102,6 +103,7 @@ def health_lines(health: Health) -> list[str]:
             f"since {local_moment(health.started_at)}, {health.live_jobs} live jobs"
         ),
         f"state directory {health.state_dir}",
+        *([] if health.leadership is None else _leadership_lines(health.role, health.leadership)),
         *(f"problem: {problem}" for problem in health.problems),
     ]
     for slot in health.slots:
@@ -113,6 +115,29 @@ def health_lines(health: Health) -> list[str]:
             avoided = f"; avoided until {local_moment(slot.avoided_until)}: {why}"
         lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}{avoided}")
     return lines
+
+
+def _leadership_lines(role: str | None, leadership: LeaderStatus) -> list[str]:
+    """Return which part the service has that answered, who decides, and one line for each replica."""
+    leader = f"the leader of epoch {leadership.epoch}"
+    since = f"since {local_moment(leadership.elected_at)}, {_CHANGES.get(leadership.change or '', leadership.change)}"
+    if role == "leader":
+        decides = f"{leader}, {since}"
+    elif leadership.leader is None:
+        decides = f"{role}; no replica decides at this moment (epoch {leadership.epoch})"
+    else:
+        decides = f"{role}; {leader} is {leadership.leader}, {since}"
+    failed_over = leadership.failed_over_at
+    last = "no fail-over so far" if failed_over is None else f"last fail-over {local_moment(failed_over)}"
+    return [f"role {decides}; {last}", *(_replica_line(replica) for replica in leadership.replicas)]
+
+
+def _replica_line(replica: ReplicaStatus) -> str:
+    where = f" on {replica.host}" if replica.host else ""
+    reached = f" at {replica.url}" if replica.url else ""
+    silent = f"; not heard of for {duration(replica.silent_s)}" if replica.is_gone else ""
+    version = f", elasticflow {replica.version}" if replica.version else ""
+    return f"  replica {replica.replica_id}{where}{reached}{version}: {replica.role}{silent}"
 
 
 def _number(value: float | None) -> str:

@@ -41,6 +41,8 @@ from elasticflow_airflow.engines.cluster.messages import (
     PullAnswer,
     Push,
     PushAnswer,
+    Recall,
+    RecallAnswer,
     StacksRequest,
 )
 from elasticflow_airflow.engines.cluster.node_agent import EarlierRequestError, NodeAgent
@@ -86,6 +88,11 @@ def create_app(agent: NodeAgent, token: str) -> FastAPI:
             if news or time.monotonic() >= end_s or await request.is_disconnected():
                 return answer
             await asyncio.sleep(LOOK_S)
+
+    @app.post("/recall")
+    def recall(recall: Recall) -> RecallAnswer:
+        with _as_http():
+            return agent.recall(recall)
 
     @app.post("/stacks")
     def stacks(asked: StacksRequest) -> dict[str, str]:

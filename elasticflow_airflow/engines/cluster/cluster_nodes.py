@@ -17,28 +17,32 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as NoAnswerInTimeError
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from elasticflow_airflow.engines.cluster import job_folder
+from elasticflow_airflow.engines.cluster.job_folder import has_ended
+from elasticflow_airflow.engines.cluster.log_archive import StorageArchive
 from elasticflow_airflow.engines.cluster.messages import EnvironmentRequest, Introduction, SupervisorState
-from elasticflow_airflow.engines.cluster.node_link import NodeLink, has_ended
+from elasticflow_airflow.engines.cluster.node_link import NodeLink
 from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage, StorageProbe
 from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder, SupervisorFolder
+from elasticflow_airflow.engines.local.files.records import Records
 from elasticflow_airflow.engines.local.machine import slots
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.stacks import LIMIT_S as STACKS_LIMIT_S
 from elasticflow_airflow.engines.local.machines import Trainer
 from elasticflow_airflow.engines.local.node_facts import NodeFacts
 from elasticflow_airflow.engines.local.node_manager import number_in, offer
-from elasticflow_airflow.engines.port import EngineError, EngineNode, SlotsHeldError
+from elasticflow_airflow.engines.port import EngineError, EngineNode, Fencing, SlotsHeldError, SupersededError
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 SUSPICION_S = 5.0
 _TICK_S, _STALL_S = 0.1, 1.0
+_LOOK_S = 0.02
 _KEPT_S = 600.0
 _WRONG_CLOCK_S = 30.0
 _LAST_PUSH_S = 2.0
@@ -49,24 +53,67 @@ _ABANDONED = "abandoned"
 logger = logging.getLogger("elasticflow.node")
 
 
+class OwnEpoch:
+    """The number of a service without others beside it: the time of its start, or more than any node has seen."""
+
+    def __init__(self) -> None:
+        self._epoch = time.time_ns()
+
+    def epoch(self) -> int:
+        """Return the number."""
+        return self._epoch
+
+    def above(self, seen: int) -> int:
+        """Return a higher number: whatever the clocks say, the service that was started last commands."""
+        if seen >= self._epoch:
+            logger.warning("a node was commanded by a service with a later clock: this one takes it over")
+            self._epoch = seen + 1
+        return self._epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leadership:
+    """What a service with others beside it gives its engine, whose folder is new: what is in it, nobody else has.
+
+    ``records``: shared by all of them. ``fencing``: of this leadership. ``code_root``: below it is the code of jobs, in
+    the folder ``snapshots``. What runs is asked of the nodes, and the logs of jobs that are over are kept in the shared
+    storage.
+    """
+
+    records: Records
+    fencing: Fencing
+    code_root: Path
+
+
 class ClusterNodes:
     """The machines of a cluster (see ``engines/local/machines.py``).
 
     ``state_dir``: of the service, where the job folders are. ``token``: shared by service and agents. Where the agents
-    are is said by :meth:`set_addresses`. Raises OSError when the storage cannot be used.
+    are is said by :meth:`set_addresses`. ``leadership``: of a service that others take over from, or that has taken
+    over; None: of the only one. Raises OSError when the storage cannot be used.
     """
 
     def __init__(
-        self, state_dir: Path, storage: SharedStorage, token: str, *, suspicion_s: float = SUSPICION_S
+        self,
+        state_dir: Path,
+        storage: SharedStorage,
+        token: str,
+        *,
+        suspicion_s: float = SUSPICION_S,
+        leadership: Leadership | None = None,
     ) -> None:
         self._root, self._suspicion_s = state_dir.resolve(), suspicion_s
-        self._probe = StorageProbe(storage)
-        self._token, self._epoch = token, time.time_ns()
+        self._storage, self._probe = storage, StorageProbe(storage)
+        self.log_archive: StorageArchive | None = None
+        """Is closed with the connections."""
+        self._token, self._leadership = token, leadership
+        self.fencing: Fencing = OwnEpoch() if leadership is None else leadership.fencing
         self._addresses: Mapping[str, str] = {}
         self._links: list[NodeLink] = []
         """Replaced as a whole when it changes: the engine reads it in other threads."""
         self._conversations: dict[NodeLink, asyncio.Task[None]] = {}
         self._begun_s = self._ticked_s = time.monotonic()
+        """The former: when it was first said where agents are."""
         self._strangers_checked = False
         self._suspected: set[NodeLink] = set()
         self._met: set[NodeLink] = set()
@@ -80,6 +127,8 @@ class ClusterNodes:
 
         A node that is not among them any more is kept as long as its agent answers, and ten minutes longer.
         """
+        if not self._addresses:
+            self._begun_s = time.monotonic()
         self._addresses = dict(addresses)
         asyncio.run_coroutine_threadsafe(self._go_where_they_are(), self._loop).result()
 
@@ -89,7 +138,16 @@ class ClusterNodes:
             link = links.get(key)
             if link is None:
                 link = NodeLink(
-                    key, url, self._token, self._root, self._epoch, self._probe, self._send_across, self._check_names
+                    key,
+                    url,
+                    self._token,
+                    self._root,
+                    self.fencing,
+                    self._probe,
+                    self._send_across,
+                    self._check_names,
+                    None if self._leadership is None else self._leadership.code_root,
+                    None if self._leadership is None else self._make_incarnation,
                 )
                 self._links = [*self._links, link]
                 self._conversations[link] = asyncio.ensure_future(link.run())
@@ -107,7 +165,7 @@ class ClusterNodes:
             if not one_answered and len(silent) < len(self._links):
                 one_answered = True
                 end_s = min(end_s, time.monotonic() + self._suspicion_s)
-            time.sleep(0.05)
+            time.sleep(_LOOK_S)
         said = "; ".join(self.problems())
         if len(silent) == len(self._links):
             raise EngineError(said or "no nodes are configured")
@@ -140,11 +198,11 @@ class ClusterNodes:
 
     @property
     def nodes(self) -> Mapping[str, NodeLayout]:
-        """All nodes that have ever answered."""
+        """All nodes that have ever answered, and have told what they have."""
         return {
             node.node_id: node
             for link in self._links
-            if link.introduction is not None
+            if link.introduction is not None and link.was_recalled
             for node in link.introduction.facts.nodes
         }
 
@@ -224,10 +282,20 @@ class ClusterNodes:
         for link in self._links_of(incarnation):
             link.mark(incarnation)
 
+    def expect(self, folders: Iterable[SupervisorFolder]) -> None:
+        """Make the folders of supervisors on record: of nodes that stay silent, nothing else is known."""
+        for folder in folders:
+            if not folder.path.is_dir():
+                self._make_incarnation(job_folder.incarnation_of(self._relative(folder.path)))
+                folder.path.mkdir(parents=True, exist_ok=True)
+
+    def _make_incarnation(self, incarnation: str) -> None:
+        self._storage.make_incarnation(self._root, incarnation)
+
     def renew_lease(self, folder: SupervisorFolder) -> None:
         """Have the lease renewed."""
         for link in self._at(folder):
-            if not (folder.path / _ABANDONED).exists():
+            if not self.was_given_up(folder):
                 link.renew(self._relative(folder.path))
 
     def discard(self, incarnation_dir: Path) -> None:
@@ -275,12 +343,20 @@ class ClusterNodes:
 
     def is_coming_up(self, folder: SupervisorFolder) -> bool:
         """Return whether a supervisor is being started on a node that answers."""
-        path = self._relative(folder.path)
-        return any(link.is_coming_up(path) for link in self._at(folder) if link not in self._suspected)
+        if self.was_given_up(folder):
+            return False
+        path, links = self._relative(folder.path), self._at(folder)
+        if not any(link.answers for link in links):
+            return True  # The service has just started, and the node has time to answer.
+        return any(link.is_coming_up(path) for link in links if link not in self._suspected)
+
+    def was_given_up(self, folder: SupervisorFolder) -> bool:
+        """Return whether its node was silent, and its workers were given up."""
+        return (folder.path / _ABANDONED).exists()
 
     def is_alive(self, folder: SupervisorFolder, status: Status) -> bool:  # noqa: ARG002  (its node knows)
         """Return whether a supervisor is running and was not given up."""
-        if (folder.path / _ABANDONED).exists():
+        if self.was_given_up(folder):
             return False
         links = self._at(folder)
         if not links or links[0].answers == 0:
@@ -292,12 +368,16 @@ class ClusterNodes:
         return any(
             link.state_of(self._relative(folder.path)) is SupervisorState.DYING
             for folder, _ in supervisors
-            if not (folder.path / _ABANDONED).exists()
+            if not self.was_given_up(folder)
             for link in self._at(folder)
         )
 
     def reap(self) -> None:
-        """Give up the supervisors of nodes that have become silent, and take back nodes that answer again."""
+        """Give up the supervisors of nodes that have become silent, and take back nodes that answer again.
+
+        Raises SupersededError.
+        """
+        self.fencing.epoch()
         if time.monotonic() - self._ticked_s > _STALL_S:
             return  # It is this service that stands still: answers may be there, unread.
         for link in self._links:
@@ -354,7 +434,7 @@ class ClusterNodes:
         """Have a node told what was given up while it did not answer; the service may have restarted meanwhile."""
         for incarnation in job_folder.unfinished(self._root, link.node_ids, has_ended):
             folders = job_folder.supervisor_folders(self._root, incarnation, link.node_ids)
-            if any((self._root / path / _ABANDONED).exists() for _, path in folders):
+            if any(self.was_given_up(SupervisorFolder(self._root / path)) for _, path in folders):
                 link.mark(incarnation)
 
     def _nodes_on_record(self) -> set[str]:
@@ -395,6 +475,8 @@ class ClusterNodes:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
+        if self.log_archive is not None:
+            self.log_archive.close()
         self._probe.close()
 
     # -- gangs whose files cannot be read
@@ -442,7 +524,8 @@ class ClusterNodes:
     async def _converse(self) -> None:
         ticking = asyncio.ensure_future(self._tick())
         await self._stop.wait()
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, SupersededError):
+            self.fencing.epoch()  # Otherwise nothing can be sent any more.
             await asyncio.wait_for(asyncio.gather(*(link.flush() for link in self._present())), _LAST_PUSH_S)
         tasks = [ticking, *self._conversations.values()]
         for task in tasks:
@@ -490,7 +573,7 @@ class ClusterNodes:
         incarnation, generation = number_in(holder, "incarnation"), number_in(holder, "generation")
         job_dir = self._root / "jobs" / str(holder.get("job_id"))
         folder = SupervisorFolder.of(job_dir / f"i{incarnation:06d}", generation, node_id)
-        return (folder.path / _ABANDONED).exists()
+        return self.was_given_up(folder)
 
     def _relative(self, path: Path) -> str:
         return str(path.relative_to(self._root))

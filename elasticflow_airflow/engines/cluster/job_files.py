@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from elasticflow_airflow.engines.cluster.cluster_nodes import ClusterNodes
+from elasticflow_airflow.engines.cluster.log_archive import StorageArchive
 from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage
 from elasticflow_airflow.engines.job_files import CANDIDATE_PATH, JobFolders
 from elasticflow_airflow.runtime.protocol import Promotion
@@ -12,18 +13,43 @@ from elasticflow_airflow.runtime.stores.manifest import CandidateInfo
 from elasticflow_airflow.runtime.stores.remote import RemoteStore
 
 
-def cluster_files(state_dir: Path, storage: SharedStorage, nodes: ClusterNodes) -> JobFolders:
-    """Return the files of jobs whose checkpoints are in ``storage``."""
+def cluster_files(
+    state_dir: Path, storage: SharedStorage, nodes: ClusterNodes, archive: StorageArchive | None = None
+) -> JobFolders:
+    """Return the files of jobs whose checkpoints are in ``storage``. ``archive`` has the logs of those that are over.
+
+    ``state_dir`` may be new: checkpoints are found in the storage.
+    """
     at_url = storage.checkpoints_url("") is not None
-    return (_WithCheckpointsAtUrl if at_url else _ClusterFolders)(state_dir, storage, nodes)
+    return (_WithCheckpointsAtUrl if at_url else _ClusterFolders)(state_dir, storage, nodes, archive)
 
 
 class _ClusterFolders(JobFolders):
     """With the checkpoints in a folder that is shared: each job folder has a link to it."""
 
-    def __init__(self, state_dir: Path, storage: SharedStorage, nodes: ClusterNodes) -> None:
+    def __init__(
+        self, state_dir: Path, storage: SharedStorage, nodes: ClusterNodes, archive: StorageArchive | None
+    ) -> None:
         super().__init__(state_dir / "jobs")
-        self._state_dir, self._storage, self._nodes = state_dir, storage, nodes
+        self._state_dir, self._storage, self._nodes, self._archive = state_dir, storage, nodes, archive
+
+    def checkpoint(self, job_id: str, incarnation: int, path: str) -> str:
+        """Return the path of a checkpoint in the shared folder, which stays when this service's folder goes."""
+        return str(self._checkpoint(job_id, incarnation, path))
+
+    def exists(self, job_id: str, incarnation: int) -> bool:
+        """Return whether an incarnation has files, here or in the shared storage."""
+        return super().exists(job_id, incarnation) or self._storage.has(self._name(job_id, incarnation))
+
+    def promote(self, job_id: str, incarnation: int, promotion: Promotion) -> bool:
+        """Write ``promoted.json`` into the shared folder."""
+        self.prepare(job_id, incarnation)
+        return super().promote(job_id, incarnation, promotion)
+
+    def adopt(self, job_id: str, incarnation: int, earlier: int, path: str) -> CandidateInfo:
+        """Copy a checkpoint within the shared folder."""
+        self.prepare(job_id, incarnation)
+        return super().adopt(job_id, incarnation, earlier, path)
 
     def prepare(self, job_id: str, incarnation: int) -> None:
         """Create the folder of an incarnation, and the one for its checkpoints."""
@@ -32,7 +58,13 @@ class _ClusterFolders(JobFolders):
     def discard(self, job_id: str, incarnation: int) -> None:
         """Delete everything except the checkpoints, here and on the nodes."""
         self._nodes.discard(self.folder(job_id, incarnation))
+        if self._archive is not None:
+            self._archive.remove(self.folder(job_id, incarnation))
         super().discard(job_id, incarnation)
+
+    def _checkpoint(self, job_id: str, incarnation: int, path: str) -> Path:
+        shared = self._storage.checkpoints_dir(self._name(job_id, incarnation))
+        return super()._checkpoint(job_id, incarnation, path) if shared is None else shared / path
 
     def _name(self, job_id: str, incarnation: int) -> str:
         return str(self.folder(job_id, incarnation).relative_to(self._state_dir))

@@ -1,7 +1,7 @@
 """The files of a job's folder that travel between the service and the nodes, and in which direction.
 
 Paths are relative to the state directories, which may differ: ``jobs/<job>/i000001/…``. The runtime and the supervisors
-do not know that their files travel. Standard library only.
+do not know that their files travel.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
 from elasticflow_airflow.runtime.protocol import open_ordinary, write_atomic
 
 LARGEST_BYTES = 4 << 20
@@ -184,6 +185,15 @@ def _names(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
     except OSError:  # It is not there, or a script has made something else of it.
         return []
+
+
+def has_ended(path: Path) -> bool:
+    """Return whether the supervisor of a folder has written its last status."""
+    try:
+        status = SupervisorFolder(path).read_status()
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+    return status is not None and status.ended
 
 
 def unfinished(root: Path, nodes: Collection[str] | None, has_ended: Callable[[Path], bool]) -> set[str]:

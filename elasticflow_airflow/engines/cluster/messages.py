@@ -142,6 +142,28 @@ class PullAnswer(Message):
     """When the machine goes away, by its clock (UTC seconds), if that was announced."""
 
 
+class Recall(Message):
+    """A request of a service that leads from now on: what the node has of the incarnations after this one, by name."""
+
+    epoch: int
+    after: str = ""
+
+
+class RecallAnswer(Message):
+    """What the node has (see ``recall.py``), up to the incarnation ``last``; None: there is no more.
+
+    ``copies``: what workers of other nodes have said, as far as it was sent here. ``ended``: incarnations that have
+    ended lately. They are told of by pulling, as is everything that changes after ``version``.
+    """
+
+    instance: str
+    version: int
+    ended: list[str] = []
+    files: list[FilePart] = []
+    copies: list[FilePart] = []
+    last: str | None = None
+
+
 class StacksRequest(Message):
     """``trainers``: by worker id, the process (pid, start, boot; None before it starts) and the file for the stacks."""
 

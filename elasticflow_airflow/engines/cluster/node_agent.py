@@ -34,9 +34,12 @@ from elasticflow_airflow.engines.cluster.messages import (
     PullAnswer,
     Push,
     PushAnswer,
+    Recall,
+    RecallAnswer,
     Seal,
     SupervisorState,
 )
+from elasticflow_airflow.engines.cluster.recall import Recalled, files_here
 from elasticflow_airflow.engines.cluster.shared_storage import answer_probe, open_shared_storage
 from elasticflow_airflow.engines.job_files import remove
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, SupervisorSpec
@@ -46,7 +49,7 @@ from elasticflow_airflow.engines.local.machine.processes import ProcessId, boot_
 from elasticflow_airflow.engines.local.node_manager import NodeManager
 from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
 from elasticflow_airflow.engines.port import EngineError
-from elasticflow_airflow.runtime.protocol import Membership
+from elasticflow_airflow.runtime.protocol import Membership, write_atomic
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 PART_BYTES = 256 * 1024
@@ -95,7 +98,7 @@ class NodeAgent:
 
     ``state_dir`` is its own, ``shared_dir`` (a folder or URL) that of all nodes and the service. ``token`` is the
     secret that service and agents share. ``warm_imports`` as for the local engine; ``notice_file``: see
-    ``leave_notice.py``. Raises OSError when the folders cannot be used.
+    ``leave_notice.py``. Raises OSError when the folders cannot be used, and ValueError when the epoch cannot be read.
     """
 
     def __init__(
@@ -117,7 +120,10 @@ class NodeAgent:
         self._seal = Seal(token)
         self._lock = threading.RLock()
         self._instance = secrets.token_hex(8)
-        self._epoch = self._push_number = 0
+        self._push_number = 0
+        self._epoch_path = self._root / "epoch"
+        self._epoch = self._epoch_on_disk = _read_epoch(self._epoch_path)
+        """The highest epoch seen: a service with a lower one was replaced. On disk, since agents are started anew."""
         self._version = 1
         self._turn = 0
         self._told: tuple[object, ...] = ({}, {}, None)
@@ -166,10 +172,11 @@ class NodeAgent:
     def push(self, push: Push) -> PushAnswer:
         """Write files, renew leases and start supervisors; what is refused, and why, is in the answer.
 
-        Raises EarlierRequestError.
+        Raises EarlierRequestError, and OSError when the epoch cannot be kept.
         """
         with self._lock:
             self._check_epoch(push.epoch)
+            self._keep_epoch()
             if push.number <= self._push_number:
                 raise EarlierRequestError("a later request was handled before this one")
             self._push_number = push.number
@@ -313,6 +320,10 @@ class NodeAgent:
         """Return what has changed since a version. Raises EarlierRequestError."""
         with self._lock:
             self._check_epoch(pull.epoch)
+            try:
+                self._keep_epoch()
+            except OSError as error:  # On a full disk the node is to be heard all the same; nothing is done by this.
+                self._complain(self._epoch_path, error)
             if pull.version == 0:
                 self._theirs.clear()
             self._theirs |= pull.sizes
@@ -347,6 +358,55 @@ class NodeAgent:
             raise EarlierRequestError("another service has taken over this node")
         if epoch > self._epoch:
             self._epoch, self._push_number = epoch, 0
+
+    def _keep_epoch(self) -> None:
+        """Write the epoch to disk before anything is done in it. Raises OSError."""
+        if self._epoch != self._epoch_on_disk:
+            write_atomic(self._epoch_path, f"{self._epoch}\n".encode())
+            self._epoch_on_disk = self._epoch
+
+    def recall(self, recall: Recall) -> RecallAnswer:
+        """Return what is here of jobs, as much as an answer holds. Raises EarlierRequestError, and OSError.
+
+        From then on a service of a lower epoch changes nothing here, so that this remains true.
+        """
+        with self._lock:
+            self._check_epoch(recall.epoch)
+            self._keep_epoch()
+            self._manager.reap()
+            nodes = self._manager.nodes
+            running = job_folder.unfinished(self._root, nodes, job_folder.has_ended) - self._discarded
+            lately = job_folder.unfinished(self._root, nodes, _ended_long_ago) - self._discarded - running
+            answer = RecallAnswer(instance=self._instance, version=self._version, ended=sorted(lately))
+            if not recall.after:
+                self._theirs.clear()
+                for incarnation in lately:
+                    self._watched[incarnation] = _Watched(time.monotonic())  # All of it is told by pulling.
+            size = 0
+            for incarnation in sorted(name for name in running if name > recall.after):
+                if size >= ANSWER_BYTES:
+                    return answer
+                watched = self._watched.setdefault(incarnation, _Watched(0.0))
+                watched.changed_s = time.monotonic()
+                answer.last = incarnation
+                try:
+                    found = self._recalled(incarnation, watched)
+                except Exception as error:  # noqa: BLE001  (its script has damaged something: the others are told)
+                    self._complain(self._root / incarnation, error)
+                    watched.seen.clear()
+                    continue
+                answer.files += found.files
+                answer.copies += found.copies
+                size += sum(len(part.data) for part in (*found.files, *found.copies))
+            answer.last, answer.version = None, self._version
+            return answer
+
+    def _recalled(self, incarnation: str, watched: _Watched) -> Recalled:
+        """Return what is here of an incarnation; whatever of it changes later, or is left out, is told by pulling."""
+        whole, _ = self._look_at(incarnation, watched)
+        found = files_here(self._root, incarnation, self._manager.nodes, self._own_workers(incarnation))
+        watched.held |= {path for path in whole if path[-12:] == "/status.json"} - {part.path for part in found.files}
+        return found
 
     def _look_at_supervisors(self) -> dict[str, SupervisorState]:
         """Look before the files are read: what a supervisor wrote before it died is then among them."""
@@ -517,6 +577,17 @@ def _ended_long_ago(path: Path) -> bool:
     except Exception:  # noqa: BLE001  (a script has damaged it, or it has not begun)
         return False
     return status is not None and status.ended and since_s > ENDED_LATELY_S
+
+
+def _read_epoch(path: Path) -> int:
+    """Return the epoch on disk; 0 before any service came. Raises OSError, and ValueError when it is damaged."""
+    try:
+        text = path.read_text().strip()
+    except FileNotFoundError:
+        return 0
+    if not text.isdecimal():
+        raise ValueError(f"{path} does not hold the number of a service: remove it once no former service is running")
+    return int(text)
 
 
 def _code_of(spec: Path) -> str | None:

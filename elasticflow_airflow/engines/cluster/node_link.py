@@ -25,7 +25,7 @@ import httpx
 
 from elasticflow_airflow.engines.cluster import job_folder
 from elasticflow_airflow.engines.cluster.agent_server import tree_digest
-from elasticflow_airflow.engines.cluster.job_folder import Direction
+from elasticflow_airflow.engines.cluster.job_folder import Direction, has_ended
 from elasticflow_airflow.engines.cluster.messages import (
     EnvironmentAnswer,
     EnvironmentRequest,
@@ -36,25 +36,33 @@ from elasticflow_airflow.engines.cluster.messages import (
     PullAnswer,
     Push,
     PushAnswer,
+    Recall,
+    RecallAnswer,
     Seal,
     SupervisorStart,
     SupervisorState,
     introduction_of,
 )
+from elasticflow_airflow.engines.cluster.recall import Recalled, Taker
 from elasticflow_airflow.engines.cluster.shared_storage import StorageProbe
 from elasticflow_airflow.engines.local.files import worker_logs
-from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
+from elasticflow_airflow.engines.port import Fencing, SupersededError
 
 PULL_WAIT_S = 0.5
 """How long an agent may wait for news: a node that lives answers at least this often."""
 ANSWER_LIMIT_S = 3.0
 RETRY_S = 0.3
+NEW_AGENT_S = 2.0
 BATCH_S = 0.01
 """Changes that come within this time are sent together."""
 PUSH_BYTES = 4 << 20
 PART_BYTES = 256 * 1024
 CODE_LIMIT_S = 120.0
 _TOO_OLD = "its agent cannot install packages: install the version of this package there that the service has"
+_TELLS_NO_LEADER = (
+    "its agent cannot tell a service that has taken over what runs there: install the version of this package there"
+    " that the service has, and start the agent again; its workers train on meanwhile, until their lease ends"
+)
 ENVIRONMENT_KNOWN_S = 60.0
 """For so long a node is not asked again for an environment that it has."""
 
@@ -89,13 +97,20 @@ class _Wanted:
         self.leaving_jobs |= other.leaving_jobs
 
 
+class _NotRecalledError(Exception):
+    """The node answers, and cannot tell what it has: until it can, nothing is known of its jobs, and nothing sent."""
+
+
 class NodeLink:
     """One node agent. ``on_across`` is called for a file that arrived and that other nodes need, too.
 
     ``key``: stays the same when the agent comes again at another address. ``on_introduced`` may refuse an agent by
     ValueError.
 
-    ``epoch``: of this service; the agent refuses lower ones. All methods without ``async`` may be called in any thread.
+    ``fencing`` gives the number of each request; the agent refuses lower ones than it has seen. ``code_root``: below it
+    is the code of jobs. ``prepare`` None: what is in ``root`` is all there is to know of the node's jobs. Otherwise
+    nothing is sent until the node has told what it has, and ``prepare`` makes the folder of an incarnation for that.
+    All methods without ``async`` may be called in any thread.
     """
 
     def __init__(
@@ -104,13 +119,20 @@ class NodeLink:
         url: str,
         token: str,
         root: Path,
-        epoch: int,
+        fencing: Fencing,
         probe: StorageProbe,
         on_across: Callable[[NodeLink, str], None],
         on_introduced: Callable[[NodeLink, Introduction], None],
+        code_root: Path | None = None,
+        prepare: Callable[[str], None] | None = None,
     ) -> None:
-        self.key, self.url, self._root, self._epoch, self._probe = key, url, root, epoch, probe
+        self.key, self.url, self._root, self._fencing, self._probe = key, url, root, fencing, probe
         self._on_across, self._on_introduced = on_across, on_introduced
+        self._code_root, self._prepare = root if code_root is None else code_root, prepare
+        self._known_version = 0
+        """What had changed up to then at the node is known when it has been introduced."""
+        self.was_recalled = prepare is None
+        """Whether all is here that the node had of jobs before."""
         self._seal = Seal(token)
         headers = {"Authorization": f"Bearer {token}"}
         self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_LIMIT_S, trust_env=False)
@@ -122,8 +144,8 @@ class NodeLink:
         self._discards_path = self._known_path.with_suffix(".discarded")
         self._discards = set(json.loads(job_folder.read_whole(self._discards_path) or b"[]"))
         """Incarnations that the node has not been told to delete."""
-        self._number = 0
-        """Of the last push in this epoch."""
+        self._number = time.monotonic_ns()
+        """Of the last push: it only grows, also from one object to the next in the same epoch."""
         self._sending: dict[str, asyncio.Future[None]] = {}
         """By folder, code that is being sent."""
         self._complaints: set[str] = set()
@@ -203,7 +225,9 @@ class NodeLink:
 
     def is_coming_up(self, folder: str) -> bool:
         """Return whether a supervisor is being started, or was started and has not written a status yet."""
-        if folder in self._starts or self.supervisors.get(folder) is SupervisorState.COMING:
+        known = self.supervisors.get(folder)
+        # One that is alive has written a status, which has not come here yet.
+        if folder in self._starts or known in (SupervisorState.COMING, SupervisorState.ALIVE):
             return True
         # The answer that was under way when it was started does not know of it yet.
         started = self._started.get(folder)
@@ -275,12 +299,14 @@ class NodeLink:
     async def _pull_for_ever(self) -> None:
         version, sizes = 0, dict[str, int]()
         while True:
+            tried_s = time.monotonic()
             try:
                 if not self._connected:
                     await self._introduce()
-                    version, sizes = 0, await asyncio.to_thread(self._sizes_here)
+                    version, sizes = self._known_version, await asyncio.to_thread(self._sizes_here)
                 asked_s, begun_s = time.time(), time.monotonic()
-                request = Pull(epoch=self._epoch, version=version, sizes=sizes, wait_s=PULL_WAIT_S)
+                wait_s = PULL_WAIT_S if self.is_current else 0.0
+                request = Pull(epoch=self._fencing.epoch(), version=version, sizes=sizes, wait_s=wait_s)
                 answer = PullAnswer.model_validate_json(await self._post("/pull", request.model_dump_json()))
                 if answer.instance != self._instance:
                     self._connected = False  # It was started again, and may know nothing.
@@ -292,7 +318,11 @@ class NodeLink:
                 sizes = {file.path: self._size_after(file) for file in answer.files if file.offset is not None}
             except Exception as error:  # noqa: BLE001  (whatever it is, this node is tried again, and the others go on)
                 self._complain(error)
-                await asyncio.sleep(RETRY_S)
+                # An agent is exchanged by people; each try writes to the shared storage.
+                pause_s = NEW_AGENT_S if isinstance(error, _NotRecalledError) else RETRY_S
+                if isinstance(error, SupersededError | _NotRecalledError):  # It is not the node that is silent.
+                    self.answered_s += time.monotonic() - tried_s + pause_s
+                await asyncio.sleep(pause_s)
 
     async def _push_for_ever(self) -> None:
         while True:
@@ -321,18 +351,61 @@ class NodeLink:
         self._on_introduced(self, found)
         await self._post("/probe", Probe(name=self._probe.name, content=self._probe.content).model_dump_json())
         await asyncio.to_thread(self._probe.check_answer, found.instance)
-        # Higher than that of any service before this one, whatever the clocks of both say.
-        self._epoch = max(self._epoch, found.epoch + 1)
-        self._number = 0
+        if found.epoch > self._fencing.epoch():
+            self._fencing.above(found.epoch)
         self._best_trip_s = float("inf")
         self._compare_clocks(asked_s, took_s, found.now_s)
         self.is_current = False
         self._sent.clear()
         self._came.clear()
         self._started.clear()
+        self._known_version = 0
+        if not self.was_recalled:
+            self.introduction = found  # Whose node it is counts, also where it cannot tell what it has.
+            await self._recall(found)
+            self.was_recalled = True
         job_folder.write_whole(self._known_path, found.model_dump_json().encode())
         self.introduction, self._connected = found, True
         self._wake.set()
+
+    async def _recall(self, introduction: Introduction) -> None:
+        """Take what the node has of jobs into our folder. Raises what a request raises, and _NotRecalledError."""
+        after: str | None = ""
+        while after is not None:
+            asked = Recall(epoch=self._fencing.epoch(), after=after).model_dump_json()
+            try:
+                answer = RecallAnswer.model_validate_json(await self._post("/recall", asked))
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code == HTTPStatus.NOT_FOUND:
+                    raise _NotRecalledError(_TELLS_NO_LEADER) from error
+                raise
+            if answer.instance != introduction.instance:
+                raise ValueError("the agent was started again")
+            await asyncio.to_thread(self._take_recalled, answer, introduction)
+            after, self._known_version = answer.last, answer.version
+
+    def _take_recalled(self, answer: RecallAnswer, introduction: Introduction) -> None:
+        assert self._prepare is not None
+        parts = (*answer.files, *answer.copies)
+        for incarnation in {*answer.ended, *(job_folder.incarnation_of(part.path) for part in parts)}:
+            if job_folder.place_of(f"{incarnation}/session.json") is not None:
+                self._prepare(incarnation)
+        taker = Taker(
+            root=self._root,
+            code_root=self._code_root,
+            facts=introduction.facts,
+            with_our_time=lambda beat: with_time(beat, self.offset_s),
+            complain=self._complain_of,
+        )
+        for path, stamp in taker.take(Recalled(answer.files, answer.copies)).items():
+            place = job_folder.place_of(path)
+            if place is not None and place.worker_id is not None:
+                self._came.add(path)
+            else:
+                self._sent[path] = stamp
+        for copy in answer.copies:
+            if copy.offset is not None:  # What follows is sent.
+                self._sent[copy.path] = (0, 0, len(copy.data))
 
     def _sizes_here(self) -> dict[str, int]:
         """Return how much of growing files has arrived before, for the supervisors that may not have ended."""
@@ -357,6 +430,7 @@ class NodeLink:
 
     async def _post(self, path: str, body: str) -> bytes:
         headers = {"Content-Type": "application/json"}
+        self._fencing.epoch()  # Whoever may not command asks for nothing, either.
         return _checked(await self._client.post(path, content=body, headers=headers)).content
 
     def _complain(self, error: Exception) -> None:
@@ -447,8 +521,9 @@ class NodeLink:
             files, postponed = self._parts(wanted, stamps)
             starts = {path: env for path, env in starts.items() if job_folder.incarnation_of(path) not in postponed}
             sealed = [SupervisorStart(path=path, sealed_env=self._seal.close(env)) for path, env in starts.items()]
+            epoch = self._fencing.epoch()
             push = Push(
-                epoch=self._epoch,
+                epoch=epoch,
                 number=self._number,
                 files=files,
                 renewed=sorted(wanted.renewed),
@@ -457,7 +532,7 @@ class NodeLink:
                 leaving_jobs=sorted(wanted.leaving_jobs),
                 discarded=discards,
             )
-            if push == Push(epoch=self._epoch, number=self._number):
+            if push == Push(epoch=epoch, number=self._number):
                 return
             answer = PushAnswer.model_validate_json(await self._post("/push", push.model_dump_json()))
             if answer.instance != self._instance:
@@ -557,13 +632,13 @@ class NodeLink:
         """Return ``session.json`` with the paths that it has on the node."""
         assert self.introduction is not None
         session, facts = json.loads(data), self.introduction.facts
-        for name in ("incarnation_dir", "code_dir"):
-            session[name] = facts.path_here(Path(session[name]), self._root)
+        for name, root in (("incarnation_dir", self._root), ("code_dir", self._code_root)):
+            session[name] = facts.path_here(Path(session[name]), root)
         return json.dumps(session, indent=1).encode()
 
     async def _send_code(self, folder: str) -> None:
-        digest = await asyncio.to_thread(tree_digest, self._root / folder)
-        content = await asyncio.to_thread(_tar_of, self._root / folder)
+        digest = await asyncio.to_thread(tree_digest, self._code_root / folder)
+        content = await asyncio.to_thread(_tar_of, self._code_root / folder)
         headers = {"x-digest": digest}
         _checked(await self._client.put(f"/code/{folder}", content=content, headers=headers, timeout=CODE_LIMIT_S))
 
@@ -573,15 +648,6 @@ def _checked(answer: httpx.Response) -> httpx.Response:
     if answer.is_error:
         raise httpx.HTTPStatusError(answer.text[:500], request=answer.request, response=answer)
     return answer
-
-
-def has_ended(path: Path) -> bool:
-    """Return whether the supervisor of a folder has written its last status."""
-    try:
-        status = SupervisorFolder(path).read_status()
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
-    return status is not None and status.ended
 
 
 def with_time(file: FilePart, offset_s: float) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import Protocol
 
 from elasticflow_airflow.engines.cluster import job_folder
+from elasticflow_airflow.runtime.protocol import write_atomic
 from elasticflow_airflow.runtime.stores.manifest import CheckpointError
 from elasticflow_airflow.runtime.stores.remote import RemoteStore
 from elasticflow_airflow.runtime.stores.store import is_in_process, is_remote
@@ -34,8 +36,28 @@ class SharedStorage(Protocol):
         """Remove a file if it is there."""
         ...
 
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder; none when it does not exist."""
+        ...
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Replace a file, in a folder that need not exist; readers see the old or the new content."""
+        ...
+
+    def read_file(self, name: str) -> bytes | None:
+        """Return the content of a file; None if there is none."""
+        ...
+
     def make_incarnation(self, root: Path, incarnation: str) -> None:
         """Create the folder of an incarnation below ``root``, and the way from it to its checkpoints. Idempotent."""
+        ...
+
+    def has(self, incarnation: str) -> bool:
+        """Return whether an incarnation has had checkpoints here; False where only a request would tell."""
+        ...
+
+    def checkpoints_dir(self, incarnation: str) -> Path | None:
+        """Return the folder of its checkpoints; None where they are at a URL."""
         ...
 
     def checkpoints_url(self, incarnation: str) -> str | None:
@@ -69,10 +91,30 @@ class _SharedFolder:
     def remove(self, name: str) -> None:
         (self._folder / name).unlink(missing_ok=True)
 
+    def names(self, folder: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self._folder / folder))
+        except FileNotFoundError:
+            return []
+
+    def write_file(self, name: str, data: bytes) -> None:
+        write_atomic(self._folder / name, data)
+
+    def read_file(self, name: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return (self._folder / name).read_bytes()
+        return None
+
+    def has(self, incarnation: str) -> bool:
+        return (self._folder / incarnation).exists()
+
+    def checkpoints_dir(self, incarnation: str) -> Path:
+        return self._folder / incarnation / "checkpoints"
+
     def make_incarnation(self, root: Path, incarnation: str) -> None:
         if (root / incarnation / "checkpoints").exists():
             return
-        shared = self._folder / incarnation / "checkpoints"
+        shared = self.checkpoints_dir(incarnation)
         shared.mkdir(mode=0o700, parents=True, exist_ok=True)
         job_folder.make_incarnation(root, incarnation, checkpoints=shared)
 
@@ -98,6 +140,24 @@ class _SharedUrl:
     def remove(self, name: str) -> None:
         with _as_oserror():
             self._store.delete_file(name)
+
+    def names(self, folder: str) -> list[str]:
+        with _as_oserror():
+            return self._store.names(folder)
+
+    def write_file(self, name: str, data: bytes) -> None:
+        with _as_oserror():
+            self._store.replace(name, data)
+
+    def read_file(self, name: str) -> bytes | None:
+        with _as_oserror():
+            return self._store.read(name)
+
+    def has(self, incarnation: str) -> bool:  # noqa: ARG002
+        return False
+
+    def checkpoints_dir(self, incarnation: str) -> None:  # noqa: ARG002
+        return None
 
     def make_incarnation(self, root: Path, incarnation: str) -> None:
         job_folder.make_incarnation(root, incarnation, checkpoints=None)

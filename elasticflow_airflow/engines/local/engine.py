@@ -1,7 +1,7 @@
 """Establishes the desired state of the service on its machines by torchrun, and reports the actual state.
 
-No essential state is in memory only: gangs are recorded on disk before they are started (``records.py``), and their
-fate is recorded in the supervisors' folders. May not import Airflow, torch or the store.
+No essential state is in memory only: gangs are recorded before they are started (``records.py``), and their fate is
+recorded in the supervisors' folders. May not import Airflow, torch or the store.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from elasticflow_airflow import bounds
 from elasticflow_airflow.engines.job_files import JobFolders
 from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.local.files.errors import as_engine_errors, disk_errors, is_of_the_machine
-from elasticflow_airflow.engines.local.files.generation_folder import StopOrder
-from elasticflow_airflow.engines.local.files.records import GangRecord, JobRecord
+from elasticflow_airflow.engines.local.files.generation_folder import StopOrder, SupervisorFolder
+from elasticflow_airflow.engines.local.files.records import FileRecords, GangRecord, JobRecord, Records
 from elasticflow_airflow.engines.local.machine import slots, stacks
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
 from elasticflow_airflow.engines.local.machines import Machines, Trainer
@@ -40,7 +41,9 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 class TorchrunEngine:
     """The engine port over machines that run torchrun workers. Thread-safe; one object per state directory.
 
-    Raises EngineError when the state directory cannot be used.
+    ``records``: where the gangs are on record; by default in files of the state directory. ``code_root``: below it is
+    the code of jobs, ``snapshots``; by default the state directory. ``log_archive`` keeps the logs of jobs that are
+    over. Raises EngineError when the state directory, or the records, cannot be used.
     """
 
     def __init__(
@@ -50,25 +53,34 @@ class TorchrunEngine:
         machines: Machines,
         files: JobFolders,
         *,
+        records: Records | None = None,
+        code_root: Path | None = None,
+        log_archive: worker_logs.LogArchive | None = None,
         log_segment_bytes: int = worker_logs.SEGMENT_BYTES,
         log_segments: int = worker_logs.KEEP_SEGMENTS,
     ) -> None:
         self._name = name
         self._state_dir = state_dir.resolve()
-        self._records_dir = self._state_dir / "engine"
+        self._records: Records = FileRecords(self._state_dir) if records is None else records
+        self._archive = log_archive
         self._files = files
         self._lock = threading.RLock()
         self._asking = threading.Lock()
         self._jobs: dict[str, JobRecord] = {}
+        self._saved: dict[str, dict[str, Any]] = {}
+        """By job id, its record as it was last saved."""
         self._machines = machines
-        self._starter = Starter(machines, self._state_dir, (log_segment_bytes, log_segments))
+        self._starter = Starter(
+            machines, self._state_dir, code_root or self._state_dir, (log_segment_bytes, log_segments)
+        )
         self._observer = Observer(machines, self._save)
         self._damaged: dict[str, str] = {}
         """By job id: why its record cannot be read, for jobs whose gangs may still run."""
         with disk_errors(self._state_dir):
-            self._records_dir.mkdir(parents=True, exist_ok=True)
-            for path in sorted(self._records_dir.glob("*.json")):
-                self._load(path)
+            self._load()
+            machines.expect(folder for job in self._jobs.values() for folder in _on_record(job))
+        for job in self._jobs.values():
+            self._keep_logs(job)
 
     @property
     def name(self) -> str:
@@ -147,6 +159,7 @@ class TorchrunEngine:
         """Return every gang that is not forgotten, with its reports since the previous call."""
         with self._lock, disk_errors(self._state_dir):
             self._machines.reap()
+            self._note_kept_logs()
             found: list[GangObservation] = []
             for _, job in sorted(self._jobs.items()):
                 # Newest first: once its members train in it, the earlier ones have ended.
@@ -157,7 +170,7 @@ class TorchrunEngine:
                 running = self._observer.observe_unrecorded(job_id, trouble)
                 found += running
                 if not running:
-                    self._put_away(self._records_dir / f"{job_id}.json")
+                    self._put_away(job_id)
             return tuple(found)
 
     def _look_at(self, job: JobRecord, gang: GangRecord) -> GangObservation:
@@ -185,7 +198,7 @@ class TorchrunEngine:
         """Collect errors caused by the files of one job; errors of the machine itself propagate."""
         try:
             yield
-        except MemoryError:
+        except (MemoryError, EngineError):  # The latter: the records cannot be written, or are another service's.
             raise
         except Exception as error:  # A script can have written anything into them.
             if isinstance(error, OSError) and is_of_the_machine(error, self._state_dir):
@@ -203,13 +216,28 @@ class TorchrunEngine:
             for generation in ended:
                 self._observer.forget(job, job.gangs.pop(generation))
             if ended:
-                with as_engine_errors(self._records_dir):
+                with as_engine_errors(self._state_dir):
                     self._save(job)
+                self._keep_logs(job)
 
     def _forget_damaged(self, job_id: str) -> None:
         if job_id in self._damaged and not self._machines.held_by(job_id):
-            with as_engine_errors(self._records_dir):
-                self._put_away(self._records_dir / f"{job_id}.json")
+            with as_engine_errors(self._state_dir):
+                self._put_away(job_id)
+
+    def _keep_logs(self, job: JobRecord) -> None:
+        """Have the logs of a job without gangs kept where the next engine finds them, if they are not yet."""
+        if self._archive is not None and not job.gangs:
+            for incarnation in job.incarnation_dirs.keys() - job.archived:
+                self._archive.keep(Path(job.incarnation_dirs[incarnation]))
+
+    def _note_kept_logs(self) -> None:
+        """Note of which incarnations the logs are kept."""
+        for folder in () if self._archive is None else self._archive.kept():
+            job = self._jobs.get(folder.parent.name)
+            if job is not None:
+                job.archived |= {number for number, path in job.incarnation_dirs.items() if path == str(folder)}
+                self._save(job)
 
     def read_log(self, job_id: str, incarnation: int, worker_id: str, offset: int, limit: int) -> LogChunk:
         """Read a worker's log across rotations. Raises KeyError for a worker that never existed."""
@@ -223,7 +251,12 @@ class TorchrunEngine:
             living = any(not self._observer.has_ended(job, g) for g in having)
         logs_dir = Path(folder) / "logs"
         # A name with a slash would escape the folder.
-        if not _JOB_ID.fullmatch(worker_id) or (not living and not worker_logs.segments(logs_dir, worker_id)):
+        is_name = _JOB_ID.fullmatch(worker_id) is not None
+        if is_name and incarnation in job.archived and self._archive is not None:
+            with as_engine_errors(logs_dir):
+                if not worker_logs.segments(logs_dir, worker_id):
+                    self._archive.fetch(Path(folder), worker_id)
+        if not is_name or (not living and not worker_logs.segments(logs_dir, worker_id)):
             known = gang is not None and gang.started
             if not known:
                 raise KeyError(f"job {job_id} (incarnation {incarnation}) has no worker {worker_id!r}")
@@ -501,38 +534,44 @@ class TorchrunEngine:
         if problem is not None:
             raise problem
 
-    def _load(self, path: Path) -> None:
-        """Load a record from disk. An unreadable one is kept as damaged for as long as gangs of its job run."""
-        job_id = path.name.removesuffix(".json")
-        try:
-            record = JobRecord.load(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, OSError) and is_of_the_machine(error, self._state_dir):
-                raise
-            self._damaged[job_id] = f"the engine's record {path} cannot be read: {error!r}"
-            return
-        if record is not None:
-            self._jobs[record.job_id] = record
+    def _load(self) -> None:
+        """Load the records. An unreadable one is kept as damaged for as long as gangs of its job run."""
+        found, damaged = self._records.load()
+        for job_id, raw in found.items():
+            try:
+                self._jobs[job_id] = JobRecord.from_json(raw, self._state_dir)
+                self._saved[job_id] = raw
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                damaged[job_id] = repr(error)
+        for job_id, why in damaged.items():
+            self._damaged[job_id] = f"the engine's record {self._records.where(job_id)} cannot be read: {why}"
 
-    def _put_away(self, path: Path) -> None:
-        """Rename the unreadable record of a job without running gangs, so that it can still be inspected."""
-        self._damaged.pop(path.name.removesuffix(".json"), None)
-        if os.path.lexists(path):
-            os.replace(path, path.with_suffix(".damaged"))
+    def _put_away(self, job_id: str) -> None:
+        """Put away the unreadable record of a job without running gangs, so that it can still be inspected."""
+        self._damaged.pop(job_id, None)
+        self._records.put_away(job_id)
 
     def _save(self, job: JobRecord) -> None:
-        """Store a record, first on disk, then in memory. When writing fails, memory is reset to the record on disk."""
-        path = self._records_dir / f"{job.job_id}.json"
+        """Store a record, first for good, then in memory. When that fails, memory is reset to what is stored."""
+        raw = job.to_json(self._state_dir)
         try:
-            job.save(path)
-        except OSError:
-            before = JobRecord.load(path)
+            self._records.save(job.job_id, raw)
+        except (OSError, EngineError):
+            before = self._saved.get(job.job_id)
             if before is None:
                 self._jobs.pop(job.job_id, None)
             else:
-                self._jobs[job.job_id] = before
+                self._jobs[job.job_id] = JobRecord.from_json(before, self._state_dir)
             raise
+        self._saved[job.job_id] = raw
         self._jobs[job.job_id] = job
+
+
+def _on_record(job: JobRecord) -> Iterator[SupervisorFolder]:
+    """Return the folders of the supervisors that may run."""
+    for gang in job.gangs.values():
+        if gang.started and not (gang.dropped or gang.never_came):
+            yield from gang.folders.values()
 
 
 class LocalEngine(TorchrunEngine):

@@ -73,6 +73,10 @@ class Machines(Protocol):
         """Have what the engine has written into the folder of an incarnation reach its nodes."""
         ...
 
+    def expect(self, folders: Iterable[SupervisorFolder]) -> None:
+        """Take note, at the start, of the supervisors on record: some may be known by that alone. Raises OSError."""
+        ...
+
     def renew_lease(self, folder: SupervisorFolder) -> None:
         """Renew the lease of a supervisor. Raises OSError."""
         ...
@@ -89,6 +93,10 @@ class Machines(Protocol):
 
     def is_alive(self, folder: SupervisorFolder, status: Status) -> bool:
         """Return whether the supervisor that wrote a status is running, as far as anybody knows."""
+        ...
+
+    def was_given_up(self, folder: SupervisorFolder) -> bool:
+        """Return whether a supervisor counts as dead because its node does not answer."""
         ...
 
     def end_leftovers(self, supervisors: Iterable[tuple[SupervisorFolder, Status | None]]) -> bool:

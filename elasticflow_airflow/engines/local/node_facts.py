@@ -60,6 +60,11 @@ class NodeFacts:
         """Translate a path below the service's ``state_dir`` to this machine; others are the same everywhere."""
         return str(Path(self.state_dir) / path.relative_to(state_dir)) if path.is_relative_to(state_dir) else str(path)
 
+    def path_there(self, path: Path, state_dir: Path) -> str:
+        """Translate a path of this machine to the service: the inverse of :meth:`path_here`."""
+        here = Path(self.state_dir)
+        return str(state_dir / path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
 
 def threads_env(layout: SlotLayout) -> dict[str, str]:
     """Return the variables that limit a worker's threads to those of its slot."""

@@ -123,6 +123,9 @@ class NodeManager:
     def publish(self, incarnation_dir: Path) -> None:
         """Do nothing: the engine and the workers have the same folder."""
 
+    def expect(self, folders: Iterable[SupervisorFolder]) -> None:
+        """Do nothing: their folders are here."""
+
     def renew_lease(self, folder: SupervisorFolder) -> None:
         """Touch the lease."""
         folder.renew()
@@ -231,6 +234,10 @@ class NodeManager:
     def is_alive(self, folder: SupervisorFolder, status: Status) -> bool:  # noqa: ARG002  (its pid says it)
         """Return whether the process exists that wrote this status."""
         return status.supervisor is not None and status.supervisor.is_alive()
+
+    def was_given_up(self, folder: SupervisorFolder) -> bool:  # noqa: ARG002
+        """Return False: this machine answers."""
+        return False
 
     def end_leftovers(self, supervisors: Iterable[tuple[SupervisorFolder, Status | None]]) -> bool:
         """Kill leftover processes of dead supervisors; True if there were any. Nearly always the kernel did before."""

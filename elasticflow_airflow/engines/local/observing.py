@@ -217,7 +217,7 @@ class Observer:
         lost: list[str] = []
         for node_id, status in statuses.items():
             if status is None:
-                waiting.append(node_id)
+                (lost if self._machines.was_given_up(gang.folders[node_id]) else waiting).append(node_id)
             elif not status.ended:
                 alive = self._machines.is_alive(gang.folders[node_id], status)
                 (waiting if alive else lost).append(node_id)
@@ -289,13 +289,16 @@ class Observer:
             for key, status in statuses.items()
             for worker_id, worker in (status.workers.items() if status is not None else ())
         }
+        unseen = {key for key, status in statuses.items() if status is None}
+        given_up = {folders[key] for key in unseen if self._machines.was_given_up(folders[key])}
         found = []
         for rank, slot in enumerate(gang.placement):
             worker_id = gang.worker_id(rank)
             worker, is_orphaned = known.get(worker_id, (None, False))
             trainer = worker.trainer if worker is not None else None
             exit_code = worker.exit_code if worker is not None else None
-            if worker is not None and not worker.ended and is_orphaned:
+            is_given_up = bool(given_up) and gang.folder_of(rank) in given_up
+            if is_given_up or (worker is not None and not worker.ended and is_orphaned):
                 exit_code = -signal.SIGKILL
             lives = worker is not None and not worker.ended and exit_code is None
             found.append(

@@ -19,17 +19,13 @@ from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 class Starter:
     """Writes the files of a generation, and has the machines start its supervisors."""
 
-    def __init__(self, machines: Machines, state_dir: Path, log_limits: tuple[int, int]) -> None:
+    def __init__(self, machines: Machines, state_dir: Path, code_root: Path, log_limits: tuple[int, int]) -> None:
         self._machines, self._state_dir, self._log_limits = machines, state_dir, log_limits
+        self._code_root = code_root
 
     def warm_up(self, gang: GangRecord, spec: GangSpec) -> None:
         """Start supervisors that do the imports and then wait: the previous generation may still train."""
         (spec.incarnation_dir / "logs").mkdir(exist_ok=True)
-        for node_id in gang.nodes:
-            folder = gang.folder(node_id)
-            if not folder.has_spec():
-                folder.path.mkdir(parents=True, exist_ok=True)
-                folder.write_spec(self._supervisor_spec(gang, spec, node_id))
         self.start_supervisors(gang, spec)
 
     def go(self, gang: GangRecord, spec: GangSpec) -> None:
@@ -53,7 +49,12 @@ class Starter:
         """Start missing supervisors. One that has written a status did run, and is never started again."""
         for node_id in gang.nodes:
             folder = gang.folder(node_id)
-            if folder.read_status() is None:
+            if node_id not in self._machines.nodes:
+                continue  # It has not answered a service that has just started: its supervisor may be there.
+            if folder.read_status() is None and not self._machines.was_given_up(folder):
+                if not folder.has_spec():
+                    folder.path.mkdir(parents=True, exist_ok=True)
+                    folder.write_spec(self._supervisor_spec(gang, spec, node_id))
                 self._machines.spawn(node_id, folder, spec.secret_env)
 
     def _supervisor_spec(self, gang: GangRecord, spec: GangSpec, node_id: str) -> SupervisorSpec:
@@ -92,7 +93,7 @@ class Starter:
             lease_s=spec.lease_s,
             grace_s=spec.grace_s,
             address=node.address,
-            code_dir=facts.path_here(Path(spec.session.code_dir), self._state_dir),
+            code_dir=facts.path_here(Path(spec.session.code_dir), self._code_root),
             progress_regex=spec.session.progress_regex,
             progress_file=spec.session.progress_file,
             log_segment_bytes=self._log_limits[0],

@@ -1,7 +1,8 @@
 """``python -m …ray_client``: connects to a Ray cluster, keeps an actor on each node, and tells where the agents are.
 
 A process of its own, since Ray may end a process whose head is gone. The first line of its standard input has its
-settings, each other what Ray's autoscaler is to be told (``WantedNodes``); it leaves when that is closed. Views
+settings, each other what Ray's autoscaler is to be told (``WantedNodes``), or nothing: the service is still there, and
+leads. It leaves when that is closed, or nothing comes for a while: another service may lead then. Views
 (``ClusterView``) go to standard output, one line each; Ray's words to standard error.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import socket
 import subprocess
 import sys
@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ from elasticflow_airflow.engines.ray.messages import ClientSettings, ClusterView
 from elasticflow_airflow.engines.ray.node_actor import START_LIMIT_S, NodeActor
 
 LOOK_S = 1.0
+SILENCE_S = 15.0
+"""A service that has said nothing for so long stands still, or does not lead."""
 _WAITING_S = 10.0
 """An actor that has not begun for so long waits for resources that others hold."""
 _AGAIN_S = 5.0
@@ -304,8 +307,8 @@ def main() -> int:
     settings = ClientSettings.model_validate_json(sys.stdin.buffer.readline())
     views = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # Ray prints what it likes.
-    words = queue.SimpleQueue[bytes]()
-    threading.Thread(target=_listen, args=(words,), name="service", daemon=True).start()
+    service = Listener()
+    threading.Thread(target=service.listen, args=(sys.stdin.buffer,), name="service", daemon=True).start()
 
     def tell(view: ClusterView) -> None:
         views.write(view.model_dump_json() + "\n")
@@ -320,21 +323,36 @@ def main() -> int:
         tell(ClusterView(is_usable=False, problems=[refused]))
         return 1
     client, last = RayClient(settings), None
-    while True:
-        while not words.empty():
-            client.wanted = WantedNodes.model_validate_json(words.get())
+    while not service.is_silent:
+        client.wanted = service.wanted or client.wanted
         view = client.look()
         if view != last:
             tell(view)
             last = view
         time.sleep(LOOK_S)
+    sys.stderr.write(f"the service has said nothing for {SILENCE_S:g} s: it stands still, or another one leads\n")
+    return 0
 
 
-def _listen(words: queue.SimpleQueue[bytes]) -> None:
-    """Take what the service says, and end with it."""
-    for line in sys.stdin.buffer:
-        words.put(line)
-    os._exit(0)
+class Listener:
+    """What the service says: ``wanted`` is the last, None before it has said anything."""
+
+    def __init__(self) -> None:
+        self.wanted: WantedNodes | None = None
+        self._heard_s = time.monotonic()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the service has said nothing for too long."""
+        return time.monotonic() - self._heard_s > SILENCE_S
+
+    def listen(self, lines: Iterable[bytes], leave: Callable[[int], object] = os._exit) -> None:
+        """Take what the service says, and end with it."""
+        for line in lines:
+            self._heard_s = time.monotonic()
+            if line.strip():
+                self.wanted = WantedNodes.model_validate_json(line)
+        leave(0)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from elasticflow_airflow.engines.local.files.records import Records
+from elasticflow_airflow.engines.port import EngineError, Fencing, SupersededError
 from elasticflow_airflow.engines.ray.messages import ClientSettings, ClusterView, WantedNodes
-from elasticflow_airflow.runtime.protocol import write_atomic
 
 _AGAIN_S, _LONGEST_AGAIN_S = 1.0, 10.0
 _LOG_BYTES = 1 << 20
 _LEAVE_LIMIT_S = 3.0
+_ASSURE_S = 2.0
+_NOTE = "ray-nodes"
 
 logger = logging.getLogger("elasticflow.ray")
 
@@ -29,23 +32,36 @@ logger = logging.getLogger("elasticflow.ray")
 class RayDirectory:
     """A thread that follows the Ray client. ``moved`` is called with the agents' addresses, by node, when they change.
 
-    ``state_dir``: the last addresses are kept there for a service that starts while the head is away.
+    ``records``: the last addresses are noted there for the next service: the head may be away then, and Ray's client
+    takes seconds to connect. ``state_dir``: for the client's log. ``fencing``: while it does not let this service
+    command, there is no client.
     """
 
-    def __init__(self, settings: ClientSettings, state_dir: Path, moved: Callable[[Mapping[str, str]], None]) -> None:
+    def __init__(
+        self,
+        settings: ClientSettings,
+        state_dir: Path,
+        records: Records,
+        moved: Callable[[Mapping[str, str]], None],
+        fencing: Fencing,
+    ) -> None:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._settings, self._moved = settings, moved
-        self._log, self._known = state_dir / "ray-client.log", state_dir / "ray-nodes.json"
+        self._settings, self._moved, self._fencing = settings, moved, fencing
+        self._log, self._records = state_dir / "ray-client.log", records
         self._client: subprocess.Popen[bytes] | None = None
         self._wanted: WantedNodes | None = None
         self._lock = threading.Lock()
         self._stop, self._has_answered = threading.Event(), threading.Event()
         self.view = self._from_before()
         self._addresses = self.view.nodes
+        self.knows_from_before = bool(self._addresses)
+        """Whether addresses were noted."""
         if self._addresses:
             moved(self._addresses)
         self._thread = threading.Thread(target=self._run, name="elasticflow-ray", daemon=True)
         self._thread.start()
+        self._assuring = threading.Thread(target=self._assure, name="elasticflow-ray-lead", daemon=True)
+        self._assuring.start()
 
     def wait(self, limit_s: float) -> None:
         """Wait until the client has found a node, or a reason why there can be none, or until the time is over."""
@@ -68,12 +84,26 @@ class RayDirectory:
                 self._wanted = wanted
                 self._say(wanted)
 
-    def _say(self, what: ClientSettings | WantedNodes) -> None:
+    def _say(self, what: ClientSettings | WantedNodes | None) -> None:
         """Write a line to the client, if there is one; the next one hears of it again. With the lock held."""
         if self._client is not None and self._client.stdin is not None:
             with suppress(BrokenPipeError, ValueError):
-                self._client.stdin.write(what.model_dump_json().encode() + b"\n")
+                self._client.stdin.write((b"" if what is None else what.model_dump_json().encode()) + b"\n")
                 self._client.stdin.flush()
+
+    def _leads(self) -> bool:
+        try:
+            self._fencing.epoch()
+        except SupersededError:
+            return False
+        return True
+
+    def _assure(self) -> None:
+        """Tell the client again and again that this service leads; otherwise the client leaves by itself."""
+        while not self._stop.wait(_ASSURE_S):
+            if self._leads():
+                with self._lock:
+                    self._say(None)
 
     def close(self) -> None:
         """End the client; actors, agents and workers go on."""
@@ -88,11 +118,12 @@ class RayDirectory:
             except subprocess.TimeoutExpired:
                 client.kill()
         self._thread.join()
+        self._assuring.join()
 
     def _from_before(self) -> ClusterView:
         try:
-            return ClusterView.model_validate_json(self._known.read_bytes())
-        except (OSError, ValidationError):
+            return ClusterView.model_validate(self._records.note(_NOTE) or {})
+        except ValidationError:
             return ClusterView()
 
     def _run(self) -> None:
@@ -100,7 +131,8 @@ class RayDirectory:
         while not self._stop.is_set():
             begun_s = time.monotonic()
             try:
-                self._follow()
+                if self._leads():
+                    self._follow()
             except OSError as error:  # No space, no memory for a process: it is tried again, and what is known stays.
                 logger.warning("the client of Ray cannot be followed: %s", error)
             again_s = _AGAIN_S if time.monotonic() - begun_s > 60.0 else min(2 * again_s, _LONGEST_AGAIN_S)
@@ -149,6 +181,9 @@ class RayDirectory:
             return
         if view.nodes != self._addresses:
             self._addresses = view.nodes
-            write_atomic(self._known, ClusterView(nodes=view.nodes).model_dump_json().encode())
             self._moved(view.nodes)
+            try:
+                self._records.keep_note(_NOTE, ClusterView(nodes=view.nodes).model_dump(mode="json"))
+            except EngineError as error:  # Noted when they change again; the next service asks Ray.
+                logger.warning("where the agents are cannot be noted: %s", error)
         self._has_answered.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -9,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticflow_airflow.engines.cluster.cluster_engine import engine_over
-from elasticflow_airflow.engines.cluster.cluster_nodes import SUSPICION_S, ClusterNodes
+from elasticflow_airflow.engines.cluster.cluster_nodes import SUSPICION_S, ClusterNodes, Leadership
 from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage
 from elasticflow_airflow.engines.local.engine import TorchrunEngine
 from elasticflow_airflow.engines.local.files import worker_logs
+from elasticflow_airflow.engines.local.files.records import FileRecords
 from elasticflow_airflow.engines.port import EngineError, EngineNode
 from elasticflow_airflow.engines.ray.messages import ClientSettings, WantedNodes
 from elasticflow_airflow.engines.ray.ray_directory import RayDirectory
@@ -25,6 +27,7 @@ def open_ray_engine(
     state_dir: Path,
     client: ClientSettings,
     *,
+    leadership: Leadership | None = None,
     suspicion_s: float = SUSPICION_S,
     wait_s: float = 60.0,
     log_segment_bytes: int = worker_logs.SEGMENT_BYTES,
@@ -32,35 +35,50 @@ def open_ray_engine(
 ) -> TorchrunEngine:
     """Return the engine over the nodes of a Ray cluster, once the agent of one has answered.
 
-    ``wait_s``: how long that may take, in seconds. Raises EngineError.
+    ``wait_s``: how long that may take, in seconds. ``leadership``: of one of several services, as for
+    ``open_cluster_engine``. Raises EngineError.
     """
     if importlib.util.find_spec("ray") is None:
         raise EngineError("Ray is not installed here: pip install 'elasticflow-airflow[ray]', of the cluster's version")
-    logs = {"log_segment_bytes": log_segment_bytes, "log_segments": log_segments}
 
     def connected(storage: SharedStorage) -> RayNodes:
-        return RayNodes(state_dir.resolve(), client, storage, suspicion_s=suspicion_s)
+        return RayNodes(state_dir.resolve(), client, storage, suspicion_s=suspicion_s, leadership=leadership)
 
-    return engine_over("ray", state_dir, client.agent.shared_dir, connected, wait_s, **logs)
+    log_limits = (log_segment_bytes, log_segments)
+    return engine_over("ray", state_dir, client.agent.shared_dir, connected, wait_s, log_limits, leadership)
 
 
 class RayNodes(ClusterNodes):
     """The machines of a Ray cluster: Ray says where they are, the rest is between the service and the agents."""
 
     def __init__(
-        self, state_dir: Path, client: ClientSettings, storage: SharedStorage, *, suspicion_s: float = SUSPICION_S
+        self,
+        state_dir: Path,
+        client: ClientSettings,
+        storage: SharedStorage,
+        *,
+        suspicion_s: float = SUSPICION_S,
+        leadership: Leadership | None = None,
     ) -> None:
         token = client.agent.token.get_secret_value()
-        super().__init__(state_dir, storage, token, suspicion_s=suspicion_s)
+        super().__init__(state_dir, storage, token, suspicion_s=suspicion_s, leadership=leadership)
         self._unneeded_since: dict[str, float] = {}
         self._released: frozenset[str] = frozenset()
-        self._directory = RayDirectory(client, state_dir, self._moved)
+        records = FileRecords(state_dir) if leadership is None else leadership.records
+        self._directory = RayDirectory(client, state_dir, records, self._moved, self.fencing)
 
     def _moved(self, addresses: Mapping[str, str]) -> None:
         self.set_addresses({node: url for node, url in addresses.items() if node not in self._released})
 
     def wait_for_nodes(self, limit_s: float) -> None:
-        """Wait until the agent of a node has answered. Raises EngineError that says why when none has."""
+        """Wait until the agent of a node has answered. Raises EngineError that says why when none has.
+
+        Ray's own client takes seconds to connect: where agents answer that are known from before, nobody waits for it.
+        """
+        if self._directory.knows_from_before:
+            with contextlib.suppress(EngineError):  # They have moved, or are gone.
+                super().wait_for_nodes(min(limit_s, self._suspicion_s))
+                return
         self._directory.wait(limit_s)
         super().wait_for_nodes(limit_s)
 

@@ -113,6 +113,11 @@ class RemoteStore:
         ]
         return sorted(name for name in names if MANIFEST in self._listed(f"/{name}"))
 
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder; none when there is nothing."""
+        self._fs.invalidate_cache()
+        return sorted(self._listed(f"/{folder}"))
+
     def _listed(self, folder: str) -> list[str]:
         try:
             paths = self._reading(f"{self.where}{folder}", lambda: self._fs.ls(f"{self._root}{folder}", detail=False))

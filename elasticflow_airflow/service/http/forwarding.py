@@ -5,6 +5,8 @@ Everything else a replica answers itself, from the database. Without a leader it
 
 from __future__ import annotations
 
+import asyncio
+import math
 import re
 from urllib.parse import parse_qs
 
@@ -28,6 +30,9 @@ _NEEDS_LEADER = re.compile(
 _SUBMIT = re.compile(r"PUT /v1/jobs/[^/]+")
 _ANSWERED_ALWAYS = "/v1/health"
 """Without a leader, a replica says at least how itself is."""
+_OWN_HEALTH_S = 2.0
+"""So long the leader is asked how it is."""
+_LOOK_S = 0.25
 _PASSED_ON = frozenset({"authorization", "content-type", "accept", "traceparent", "tracestate"})
 _ANSWERED = frozenset({"content-type", "retry-after", "link", "cache-control"})
 _LIMITS = httpx.Timeout(120.0, connect=2.0)
@@ -63,15 +68,36 @@ class Forwarding:
         kept = {name: value for name, value in headers.items() if name in _PASSED_ON} | {FORWARDED: "1"}
         query = scope["query_string"].decode("latin-1")
         target = f"{url}{scope['raw_path'].decode('latin-1')}{'?' if query else ''}{query}"
+        request = self._client.build_request(scope["method"], target, headers=kept, content=await _body_of(receive))
+        asking = asyncio.ensure_future(self._client.send(request))
+        limit_s = _OWN_HEALTH_S if scope["path"] == _ANSWERED_ALWAYS else math.inf
         try:
-            found = await self._client.request(scope["method"], target, headers=kept, content=await _body_of(receive))
+            found = await self._while_it_leads(asking, url, limit_s)
         except httpx.HTTPError as error:
             log.info("the leader cannot be asked", url=url, problem=str(error) or type(error).__name__)
+            return None
+        if found is None:
             return None
         if found.status_code == httpx.codes.SERVICE_UNAVAILABLE and '"no_leader"' in found.text:
             return None
         given = {name: value for name, value in found.headers.items() if name in _ANSWERED}
         return Response(found.content, found.status_code, given)
+
+    async def _while_it_leads(
+        self, asking: asyncio.Future[httpx.Response], url: str, limit_s: float
+    ) -> httpx.Response | None:
+        """Wait for an answer as long as the one that was asked leads: one that stands still answers after minutes."""
+        waited_s = 0.0
+        try:
+            while not asking.done() and waited_s < limit_s:
+                await asyncio.wait([asking], timeout=_LOOK_S)
+                waited_s += _LOOK_S
+                replicas = self._parts.replicas
+                if not asking.done() and (replicas is None or replicas.leader_url != url):
+                    return None
+            return asking.result() if asking.done() else None
+        finally:
+            asking.cancel()
 
 
 def _needs_leader(scope: Scope) -> bool:

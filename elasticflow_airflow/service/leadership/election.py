@@ -15,8 +15,9 @@ from typing import Any
 import sqlalchemy as sa
 import structlog
 
-from elasticflow_airflow.engines.port import Engine, EngineError
+from elasticflow_airflow.engines.port import Engine, EngineError, SupersededError
 from elasticflow_airflow.service.assembly import Assembly
+from elasticflow_airflow.service.engine_choice import FIRST_FENCE
 from elasticflow_airflow.service.leadership.leadership import Leadership
 from elasticflow_airflow.service.leadership.lease import Lease, LeaseTerms
 from elasticflow_airflow.service.leadership.lease_table import GIVEN_UP, LeaseTable
@@ -49,6 +50,7 @@ class Mandate:
 
     def __init__(self, leadership: Leadership, epoch: int) -> None:
         self._leadership, self.epoch = leadership, epoch
+        self._raising = threading.Lock()
 
     def holds(self) -> bool:
         """Return whether this process may decide now, as far as it can know by itself."""
@@ -64,12 +66,47 @@ class Mandate:
         if connection.execute(_IN_ROW).scalar() != self.epoch:
             raise LostOwnershipError("another replica decides")
 
-    def outbid(self, seen: int) -> bool:
-        """Go on with an epoch above one that somebody has seen; False if another replica decides."""
-        if not self._leadership.raise_epoch(self.epoch, seen + 1):
-            return False
-        self.epoch = seen + 1
-        return True
+    def is_held(self) -> bool:
+        """Return whether this process still has the lease, though it may have to wait for a renewal."""
+        with self._raising:
+            return self._leadership.lease.epoch == self.epoch and self._leadership.lease.stands
+
+    def leading_epoch(self) -> int:
+        """Return the epoch. Raises SupersededError if this process may not decide now."""
+        if not self.holds():
+            raise SupersededError("this replica may not decide now: its lease was not renewed in time, or has gone")
+        return self.epoch
+
+    def above(self, seen: int) -> int:
+        """Go on with an epoch above one that a node has seen, from a database that was lost, and return it.
+
+        Raises SupersededError if another replica decides, or the database cannot be asked.
+        """
+        with self._raising:
+            if self.epoch <= seen:
+                try:
+                    is_ours = self._leadership.raise_epoch(self.epoch, seen + 1)
+                except DATABASE_AWAY as error:
+                    raise SupersededError("the database cannot be asked who decides") from error
+                if not is_ours:
+                    raise SupersededError("another replica decides")
+                self.epoch = seen + 1
+            return self.epoch
+
+
+class NodeFencing:
+    """The numbers under which a leader commands nodes (see the port of the engine)."""
+
+    def __init__(self, mandate: Mandate) -> None:
+        self._mandate = mandate
+
+    def epoch(self) -> int:
+        """Return the number for a request that is sent now. Raises SupersededError."""
+        return FIRST_FENCE + self._mandate.leading_epoch()
+
+    def above(self, seen: int) -> int:
+        """Return a number above one that a node has seen, and go on with it. Raises SupersededError."""
+        return FIRST_FENCE + self._mandate.above(seen - FIRST_FENCE)
 
 
 OpenEngine = Callable[[Mandate], Engine]
@@ -186,12 +223,12 @@ class Election:
         while not self._stop.is_set():
             self._changed.wait(_RETRY_S)
             self._changed.clear()
-            epoch = self.leadership.lease.epoch
-            if self._mandate is not None and (epoch != self._mandate.epoch or not self.leadership.lease.stands):
+            if self._mandate is not None and not self._mandate.is_held():
                 self._end(_END_S)
-                if not self._replaces_others and epoch is None and not self._stop.is_set():
+                if not self._replaces_others and self.leadership.lease.stands and not self._stop.is_set():
                     view = self.leadership.view
                     self._leave(str(_refused(None if view is None else view.card)))
+            epoch = self.leadership.lease.epoch
             if self._mandate is None and epoch is not None and self.leadership.lease.stands and not self._stop.is_set():
                 try:
                     self._begin(epoch, self._how())

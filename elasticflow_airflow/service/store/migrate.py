@@ -14,11 +14,16 @@ class SchemaTooNewError(Exception):
 
 
 def ensure_schema(engine: sa.Engine) -> None:
-    """Create or upgrade the tables. Raises SchemaTooNewError if a newer version wrote the database."""
+    """Create or upgrade the tables. Raises SchemaTooNewError if a newer version wrote the database.
+
+    A newer version that only added to the tables says so in ``leader.schema_floor``: during an upgrade, both are used.
+    """
     current = current_revision(engine)
     if current == SCHEMA_HEAD:
         return
     if current is not None and current not in _known_revisions():
+        if _floor(engine) in _known_revisions():
+            return
         raise SchemaTooNewError(
             f"the database is at schema {current[:40]!r}, and this version of elasticflow-airflow knows up to"
             f" {SCHEMA_HEAD!r}: install the version that wrote it, or choose another state directory"
@@ -34,6 +39,15 @@ def ensure_schema(engine: sa.Engine) -> None:
     with engine.connect().execution_options(elasticflow_write=True) as connection, connection.begin():
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+
+
+def _floor(engine: sa.Engine) -> str | None:
+    """Return the oldest revision that may be known to whoever uses the database; None if it does not say."""
+    with engine.connect() as connection:
+        if not sa.inspect(connection).has_table("leader"):
+            return None
+        floor = connection.execute(sa.text("SELECT schema_floor FROM leader WHERE id = 1")).scalar()
+        return None if floor is None else str(floor)
 
 
 def _known_revisions() -> set[str]:

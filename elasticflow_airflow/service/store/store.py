@@ -60,8 +60,12 @@ _POSTGRES = {
     "keepalives_interval": 5,
     "keepalives_count": 4,
     "tcp_user_timeout": 30_000,
+    "prepare_threshold": None,
 }
-"""A server whose machine is gone refuses no connection; with these it is seen as lost long before a lease expires."""
+"""A server whose machine is gone refuses no connection; with these it is seen as lost long before a lease expires.
+
+Statements are not prepared: behind a pooler of transactions the next one may reach another connection.
+"""
 _I = TypeVar("_I", str, int)
 _IDS_AT_ONCE = 500
 _ROWS_AT_ONCE = 1000

@@ -14,11 +14,15 @@ from pathlib import Path
 
 import pytest
 from support.cluster_trial import running
-from support.faulty_trial import FAULTY, NODES, FaultyRayTrial, FaultyTrial, suffer, two_on_one_slot
-from support.machines import need_namespaces
+from support.faulty_replicas import REPLICAS, Crowd, FaultyReplicas, replicas_running
+from support.faulty_trial import FAULTY, NODES, SCRIPT, FaultyRayTrial, FaultyTrial, suffer, two_on_one_slot
+from support.machines import Machines, need_namespaces
+from support.postgres import postgres
 from support.ray_machines import RayMachines
 from support.ray_trial import on_ray
 from support.trial import trial_parts
+
+from elasticflow_airflow.client import snapshot_script
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 
@@ -66,6 +70,23 @@ def ray_trial(
         yield trial
 
 
+@pytest.fixture
+def replicas(
+    daemons, open_client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chance: random.Random, history: Path
+) -> Iterator[FaultyReplicas]:
+    need_namespaces()
+    machines = Machines(NODES + len(REPLICAS))
+    try:
+        with postgres(machines.outside) as server:
+            server.sql("CREATE DATABASE service")
+            parts = trial_parts(daemons, open_client, tmp_path, monkeypatch)
+            trial = FaultyReplicas(*parts, random=chance, history=history, machines=machines, postgres=server)
+            with replicas_running(trial) as trial:
+                yield trial
+    finally:
+        machines.close()
+
+
 def test_two_workers_on_one_slot_are_found() -> None:
     one, other = "machine0 11 g000001-r000 one", "machine0 12 g000001-r000 other"
     assert two_on_one_slot(f"1.0 {one} 0\n2.0 {one} 1\n3.0 {other} 0\n4.0 {other} 1\n") == []
@@ -91,3 +112,29 @@ def test_a_history_of_a_hundred_faults_is_one_of_a_training_without_any(trial: F
 @pytest.mark.timeout(7200)
 def test_nor_do_faults_of_ray_and_its_machines_change_the_history(ray_trial: FaultyRayTrial, tmp_path: Path) -> None:
     suffer(ray_trial, tmp_path, 30)
+
+
+def suffer_with_a_crowd(trial: FaultyReplicas, root: Path, count: int) -> None:
+    snapshot = snapshot_script(SCRIPT)
+    trial.client.upload_snapshot(snapshot)
+    with Crowd(trial, snapshot.sha256) as crowd:
+        suffer(trial, root, count)
+    wrong = crowd.wrong()
+    trial.leader()
+    print(f"{len(crowd.asked)} jobs of the crowd, epochs {sorted(map(int, trial.led))}")
+    assert len(crowd.asked) > count
+    assert not wrong, "\n".join([*wrong, trial.story()])
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+@pytest.mark.timeout(1200)
+def test_faults_of_replicas_and_their_database_change_no_history(replicas: FaultyReplicas, tmp_path: Path) -> None:
+    suffer_with_a_crowd(replicas, tmp_path, 14)
+
+
+@pytest.mark.soak
+@pytest.mark.postgres
+@pytest.mark.timeout(7200)
+def test_nor_do_a_hundred_of_them(replicas: FaultyReplicas, tmp_path: Path) -> None:
+    suffer_with_a_crowd(replicas, tmp_path, 100)

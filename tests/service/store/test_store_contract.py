@@ -115,6 +115,28 @@ def test_a_new_database_is_brought_to_head(store):
     assert current_revision(store.engine) == SCHEMA_HEAD
 
 
+def of_the_next_release(store: Store, floor: str) -> None:
+    """As a release after this one leaves the tables: with a column more."""
+    with store.engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE job ADD COLUMN of_the_next_release VARCHAR"))
+        connection.execute(sa.text("UPDATE leader SET schema_floor = :floor"), {"floor": floor})
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9998'"))
+
+
+def test_tables_that_a_newer_release_has_only_added_to_are_used_by_both(store):
+    of_the_next_release(store, SCHEMA_HEAD)
+    ensure_schema(store.engine)
+    with store.write() as tx:
+        add_job(tx)
+    assert claims(store) == 0
+
+
+def test_tables_that_a_newer_release_has_changed_are_refused(store):
+    of_the_next_release(store, "9998")
+    with pytest.raises(SchemaTooNewError, match="'9998'"):
+        ensure_schema(store.engine)
+
+
 def test_bringing_to_head_again_changes_nothing(store):
     with store.write() as tx:
         add_job(tx)

@@ -1,18 +1,25 @@
-"""The engine's records of its gangs on disk, so that a new engine over the same folder finds them all.
+"""The engine's records of its gangs, so that a new engine finds them all, and where they are kept.
 
-One JSON file per job, replaced atomically *before* anything is started or ordered to leave.
+One per job, replaced atomically *before* anything is started or ordered to leave: in JSON files here, or wherever
+several services reach them (:class:`Records`). Paths in them are relative to the engine's folder, so that an engine
+with another folder can go on from them.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from elasticflow_airflow.engines.local.files.errors import is_of_the_machine
 from elasticflow_airflow.engines.local.files.generation_folder import StopOrder, SupervisorFolder
 from elasticflow_airflow.runtime.protocol import Member, read_json, write_json_atomic
 from elasticflow_airflow.scheduler_core.model.values import Slot
+
+logger = logging.getLogger("elasticflow.engine")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,11 +107,20 @@ class GangRecord:
             self.folder(node_id).write_order(order)
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> GangRecord:
-        """Inverse of ``asdict``."""
-        slots = tuple(Slot(*slot) for slot in raw["placement"])
-        # Records of versions without changes in place have no ids.
-        return cls(**{**raw, "placement": slots, "ids": tuple(raw.get("ids", ())), "lost": tuple(raw.get("lost", ()))})
+    def from_json(cls, raw: Mapping[str, Any], root: Path) -> GangRecord:
+        """Inverse of :meth:`to_json`."""
+        read = {
+            "placement": tuple(Slot(*slot) for slot in raw["placement"]),
+            "incarnation_dir": str(root / raw["incarnation_dir"]),
+            # Records of versions without changes in place have no ids.
+            "ids": tuple(raw.get("ids", ())),
+            "lost": tuple(raw.get("lost", ())),
+        }
+        return cls(**{**raw, **read})
+
+    def to_json(self, root: Path) -> dict[str, Any]:
+        """Return it with its folder relative to that of the engine."""
+        return {**asdict(self), "incarnation_dir": _below(root, self.incarnation_dir)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,28 +133,135 @@ class JobRecord:
     incarnation_dirs: dict[int, str] = field(default_factory=dict)
     """Folders by incarnation, for reading the logs of forgotten gangs."""
     gangs: dict[int, GangRecord] = field(default_factory=dict)
+    archived: set[int] = field(default_factory=set)
+    """Incarnations that are over, and whose logs are in the shared storage."""
 
     @classmethod
-    def load(cls, path: Path) -> JobRecord | None:
-        """Read a record; None when there is none. Raises ValueError when it is damaged."""
-        raw = read_json(path)
-        if raw is None:
-            return None
+    def from_json(cls, raw: Mapping[str, Any], root: Path) -> JobRecord:
+        """Read a record; ``root`` is the engine's folder. Raises ValueError, KeyError, TypeError or AttributeError."""
         return cls(
             job_id=raw["job_id"],
             latest=raw["latest"],
-            incarnation_dirs={int(k): v for k, v in raw["incarnation_dirs"].items()},
-            gangs={gang["generation"]: GangRecord.from_json(gang) for gang in raw["gangs"]},
+            incarnation_dirs={int(k): str(root / v) for k, v in raw["incarnation_dirs"].items()},
+            gangs={gang["generation"]: GangRecord.from_json(gang, root) for gang in raw["gangs"]},
+            archived=set(raw.get("archived", ())),
         )
 
-    def save(self, path: Path) -> None:
-        """Replace the record atomically."""
-        write_json_atomic(
-            path,
-            {
-                "job_id": self.job_id,
-                "latest": self.latest,
-                "incarnation_dirs": self.incarnation_dirs,
-                "gangs": [asdict(gang) for _, gang in sorted(self.gangs.items())],
-            },
-        )
+    def to_json(self, root: Path) -> dict[str, Any]:
+        """Inverse of :meth:`from_json`."""
+        found = {
+            "job_id": self.job_id,
+            "latest": self.latest,
+            "incarnation_dirs": {str(k): _below(root, v) for k, v in self.incarnation_dirs.items()},
+            "gangs": [gang.to_json(root) for _, gang in sorted(self.gangs.items())],
+        }
+        return {**found, "archived": sorted(self.archived)} if self.archived else found
+
+
+def _below(root: Path, path: str) -> str:
+    """Return a path below ``root`` relative to it, and any other one as it is."""
+    return str(Path(path).relative_to(root)) if Path(path).is_relative_to(root) else path
+
+
+class Records(Protocol):
+    """Where the records of jobs are kept, as JSON. Methods raise OSError, and EngineError where it is no file.
+
+    Where several services share it, only the one that leads can write: SupersededError tells the others.
+    """
+
+    def load(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return the records by job id and, by job id, why others cannot be read."""
+        ...
+
+    def save(self, job_id: str, record: Mapping[str, Any]) -> None:
+        """Replace a record atomically, and for good."""
+        ...
+
+    def where(self, job_id: str) -> str:
+        """Return for people where a record is."""
+        ...
+
+    def put_away(self, job_id: str) -> None:
+        """Keep a record that cannot be read for whoever inspects it; it is not loaded again here."""
+        ...
+
+    def note(self, name: str) -> dict[str, Any] | None:
+        """Return what was noted beside the records; None when nothing was, or it cannot be read."""
+        ...
+
+    def keep_note(self, name: str, value: Mapping[str, Any]) -> None:
+        """Replace a note."""
+        ...
+
+
+class FileRecords:
+    """Records in files ``engine/<job>.json`` below the engine's folder."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._folder = root, root / "engine"
+
+    def load(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Read all files; those that a crash or somebody has damaged are named."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        found: dict[str, dict[str, Any]] = {}
+        damaged: dict[str, str] = {}
+        for path in sorted(self._folder.glob("*.json")):
+            job_id = path.name.removesuffix(".json")
+            try:
+                raw = read_json(path)
+            except (OSError, ValueError) as error:
+                if isinstance(error, OSError) and is_of_the_machine(error, self._root):
+                    raise
+                damaged[job_id] = repr(error)
+                continue
+            if raw is not None:
+                found[job_id] = raw
+        return found, damaged
+
+    def save(self, job_id: str, record: Mapping[str, Any]) -> None:
+        """Replace the file."""
+        write_json_atomic(self._path(job_id), record)
+
+    def where(self, job_id: str) -> str:
+        """Return the path of the file."""
+        return str(self._path(job_id))
+
+    def put_away(self, job_id: str) -> None:
+        """Rename the file."""
+        path = self._path(job_id)
+        if os.path.lexists(path):
+            os.replace(path, path.with_suffix(".damaged"))
+
+    def note(self, name: str) -> dict[str, Any] | None:
+        """Read ``<name>.json`` in the engine's folder."""
+        try:
+            return read_json(self._root / f"{name}.json")
+        except (OSError, ValueError):
+            return None
+
+    def keep_note(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write ``<name>.json`` in the engine's folder."""
+        write_json_atomic(self._root / f"{name}.json", value)
+
+    def _path(self, job_id: str) -> Path:
+        return self._folder / f"{job_id}.json"
+
+
+def adopt_files(root: Path, records: Records) -> list[str]:
+    """Take over the records that a service had in files below ``root`` before it had others beside it.
+
+    Only where nothing is on record yet: later, files that are still somewhere tell of what was long ago. Returns the
+    ids of their jobs. Raises OSError and EngineError.
+    """
+    if not (root / "engine").is_dir() or any(records.load()):
+        return []
+    adopted = []
+    for job_id, raw in FileRecords(root).load()[0].items():
+        try:
+            record = JobRecord.from_json(raw, root).to_json(root)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("the engine's record of job %s in %s cannot be taken over: %r", job_id, root, error)
+            continue
+        records.save(job_id, record)
+        adopted.append(job_id)
+    return adopted

@@ -11,6 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from elasticflow_airflow.runtime.protocol import open_ordinary
 
@@ -80,6 +81,22 @@ def tail(logs_dir: Path, name: str, limit: int) -> bytes:
         return b""
     end = there[-1][0] + _size(there[-1][1])
     return read(logs_dir, name, max(0, end - limit), limit).data
+
+
+class LogArchive(Protocol):
+    """Keeps the logs of incarnations that are over, for services without this folder. Nothing here waits for it."""
+
+    def keep(self, incarnation_dir: Path) -> None:
+        """Have the logs of an incarnation copied; tried again until it succeeds."""
+        ...
+
+    def kept(self) -> list[Path]:
+        """Return the folders of the incarnations whose logs were copied since the last call."""
+        ...
+
+    def fetch(self, incarnation_dir: Path, name: str) -> None:
+        """Bring the log of a worker back into the folder; waits for that. Raises OSError."""
+        ...
 
 
 class LogWriter:

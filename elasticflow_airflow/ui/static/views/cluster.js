@@ -57,7 +57,7 @@ export function open({ main, refresh }) {
     const nothing = !cluster.jobs.length && !week.spans.length && !week.admissions.length && !forecast.items.length;
     show(main, h('h1', { class: 'visually-hidden' }, 'Cluster'), problems(cluster), overview(got),
       nothing ? empty('No training has asked for this cluster yet', firstJob()) : null,
-      timeline(history, cluster), nothing ? null : [h('div', { class: 'columns', 'data-key': 'columns' }, outlook(forecast), byDag(week)), asks(week)]);
+      timeline(history, cluster), nothing ? null : [h('div', { class: 'columns', 'data-key': 'columns' }, outlook(forecast), byDag(week)), asks(week)], replicas(cluster));
     view.hasShown = true;
     if (!nothing) charts(week);
   }
@@ -108,6 +108,20 @@ export function open({ main, refresh }) {
 
 const problems = ({ service }) =>
   service.problems.length ? h('p', { class: 'banner bad', role: 'alert', 'data-key': 'problems' }, h('strong', {}, 'The service reports a problem. '), service.problems.join('; ')) : null;
+
+const replicas = ({ service }) =>
+  service.leadership ? h('p', { class: 'quiet-note', 'data-key': 'replicas' }, whoDecides(service.leadership)) : null;
+
+const CHANGES = { start: 'as the first', 'hand-over': 'by a hand-over', 'fail-over': 'by a fail-over' };
+
+/** Who decides among several services, since when and how, and who else is there to take over. */
+export function whoDecides({ epoch, leader, elected_at: since, change, failed_over_at: last, replicas: all }) {
+  const decides = leader === null
+    ? `No replica decides at this moment (epoch ${epoch}). `
+    : `${leader} decides since ${f.moment(since)}, ${CHANGES[change] ?? change} (epoch ${epoch}). `;
+  const names = all.map((one) => (one.is_gone ? `${one.name} (not heard of for ${f.duration(one.silent_s)})` : one.name));
+  return `${decides}Replicas: ${names.join(', ')}. ${last === null ? 'No fail-over so far.' : `Last fail-over: ${f.moment(last)}.`}`;
+}
 
 function overview({ cluster, week, forecast }) {
   const taken = cluster.slots.filter((slot) => slot.job_id || slot.busy).length;
