@@ -36,6 +36,8 @@ class Flaw(Enum):
     """The epoch is set to what somebody says, whoever holds the lease."""
     RAISE_WITHOUT_RENEWAL = auto()
     """Raising the epoch lengthens the right to decide, but not the lease."""
+    STANDS_AGAIN_AT_ONCE = auto()
+    """Who stands again decides though the lease was given up, as the answer to that has not come."""
     DECIDE_ON_STALE_ROWS = auto()
     """A decision is stored though what it relied on has changed."""
 

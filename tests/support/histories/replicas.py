@@ -42,6 +42,20 @@ class EndlessLease(Lease):
         return held is not None and not self._resigned and epoch in (None, held[0])
 
 
+class HastyLease(Lease):
+    """Is valid again as soon as its holder stands again."""
+
+    def stand_again(self) -> None:
+        self._resigned = False
+
+
+_LEASES = {
+    Flaw.VALID_FROM_ANSWER: LateLease,
+    Flaw.NEVER_STOPS: EndlessLease,
+    Flaw.STANDS_AGAIN_AT_ONCE: HastyLease,
+}
+
+
 class Parts:
     """What all replicas are connected to."""
 
@@ -89,8 +103,7 @@ class Replica(Process):
         super().__init__(address.name, life)
         self._parts, self._world, self._address = parts, parts.world, address
         self._database, self._flaws, self._rate = parts.database, parts.flaws, rate
-        kind = LateLease if Flaw.VALID_FROM_ANSWER in self._flaws else Lease
-        kind = EndlessLease if Flaw.NEVER_STOPS in self._flaws else kind
+        kind = next((kind for flaw, kind in _LEASES.items() if flaw in self._flaws), Lease)
         world, offset_s = self._world, world_offset(self._world)
         self.lease = kind(parts.terms, lambda: world.now_s * rate + offset_s)
         self._offset_s = offset_s
