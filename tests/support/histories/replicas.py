@@ -242,7 +242,8 @@ class Replica(Process):
             if Flaw.ACT_BEFORE_COMMIT not in flaws:
                 yield from self._act(mandate, links, (jobs, generations))
             if world.now_s > world.calm_s and not parts.clients:
-                world.is_over = all(job.is_over and (job.is_published or not job.result) for job in jobs.values())
+                stored = self._database.jobs.values()
+                world.is_over = all(job.is_over and (job.is_published or not job.result) for job in stored)
             yield _PASS_S
         mandate.is_over = True
 
@@ -285,7 +286,9 @@ class Replica(Process):
         _apply(database.jobs, database.generations, changes)
         return True
 
-    def _decide(self, jobs: dict[str, Job], generations: dict[Gang, Generation]) -> tuple[list[Change], dict[str, bool]]:
+    def _decide(
+        self, jobs: dict[str, Job], generations: dict[Gang, Generation]
+    ) -> tuple[list[Change], dict[str, bool]]:
         """Return changes, and on which jobs' wish to be cancelled they rely."""
         changes: list[Change] = []
         relied: dict[str, bool] = {}
