@@ -11,6 +11,7 @@ that nodes have seen (Kleppmann's fencing token; the lease follows Gray and Cher
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,5 +121,11 @@ class Lease:
         self._resigned = True
 
     def stand_again(self) -> None:
-        """Ask for the lease again, after it was given up."""
+        """Ask for the lease again, after it was given up: nothing is decided before the database has answered.
+
+        The answer to the request that gave it up may not have come: then another replica may have the lease by now.
+        """
+        held = self._held
+        if held is not None:
+            self._held = (held[0], -math.inf)
         self._resigned = False

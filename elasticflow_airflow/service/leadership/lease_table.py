@@ -6,6 +6,7 @@ So no lock of a writer delays a renewal, and a process that stops between two st
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ WITH given AS (
 ) SELECT given.*, pg_notify(:channel, :me || ' ' || :given_up) FROM given"""  # noqa: S608
 _LOOK = f"SELECT {_ROW} FROM leader WHERE id = 1"  # noqa: S608
 _RAISE = f"""
-UPDATE leader SET epoch = :higher
+UPDATE leader SET epoch = :higher, until_at = {_NOW} + :lease_s
 WHERE id = 1 AND epoch = :epoch AND holder = :me AND :higher > epoch RETURNING {_ROW}"""  # noqa: S608
 
 
@@ -65,7 +66,10 @@ class LeaderView:
 
 
 class LeaseTable:
-    """Makes the requests of one replica. Every method raises what the driver raises (DATABASE_AWAY)."""
+    """Makes the requests of one replica, one at a time. Every method raises what the driver raises (DATABASE_AWAY).
+
+    Thread-safe: a lease is renewed in one thread, and its epoch may be raised in others.
+    """
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class LeaseTable:
         self._about_me["given_up"] = GIVEN_UP
         self._engine = self._open(_LIMITS)
         self._connection: sa.Connection | None = None
+        self._asking = threading.Lock()
 
     def ask(self, request: LeaseRequest) -> tuple[LeaderView, bool]:
         """Make a request; returns what the row says now, and whether the request was granted."""
@@ -97,7 +102,7 @@ class LeaseTable:
         return found
 
     def raise_epoch(self, epoch: int, higher: int) -> bool:
-        """Give the lease of this replica a higher epoch; False if it does not hold the lease with ``epoch`` any more.
+        """Renew the lease of this replica with a higher epoch; False if it does not hold it with ``epoch`` any more.
 
         For nodes that have seen higher ones, from a database that was lost.
         """
@@ -105,8 +110,9 @@ class LeaseTable:
 
     def close(self) -> None:
         """Close the connection."""
-        self._disconnect()
-        self._engine.dispose()
+        with self._asking:
+            self._disconnect()
+            self._engine.dispose()
 
     def _open(self, options: str | None) -> sa.Engine:
         known = connect_options(self._url)
@@ -125,15 +131,16 @@ class LeaseTable:
         )
 
     def _run(self, statement: str, **more: Any) -> LeaderView | None:
-        try:
-            if self._connection is None:
-                self._connection = self._connect()
-            row = self._connection.execute(
-                sa.text(statement), {**self._about_me, "lease_s": self._terms.lease_s, **more}
-            ).first()
-        except DATABASE_AWAY:
-            self._disconnect()
-            raise
+        with self._asking:
+            try:
+                if self._connection is None:
+                    self._connection = self._connect()
+                row = self._connection.execute(
+                    sa.text(statement), {**self._about_me, "lease_s": self._terms.lease_s, **more}
+                ).first()
+            except DATABASE_AWAY:
+                self._disconnect()
+                raise
         if row is None:
             return None
         return LeaderView(**{name: row._mapping[name] for name in LeaderView.__dataclass_fields__})

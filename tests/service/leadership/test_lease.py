@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import sqlalchemy as sa
 from pydantic import ValidationError
 
 from elasticflow_airflow.service.leadership.lease import Ask, Lease, LeaseTerms
+from elasticflow_airflow.service.leadership.lease_table import LeaseTable
 from elasticflow_airflow.service.settings import ServiceSettings, problems_of
 
 
@@ -128,3 +134,47 @@ def test_the_settings_say_what_is_wrong_with_such_a_lease(monkeypatch):
     with pytest.raises(ValidationError) as found:
         ServiceSettings()
     assert "a lease of 3 s cannot be held with a renewal every 2 s" in problems_of(found.value)[0]
+
+
+def test_who_stands_again_decides_only_after_an_answer(lease, clock):
+    """The answer to the request that gave it up was lost: another replica may lead by now."""
+    elected(lease, 3)
+    lease.resign()
+    assert lease.request().ask is Ask.GIVE_UP
+    clock.now_s += 1.0
+    lease.stand_again()
+    assert not lease.may_decide()
+    renewal = lease.request()
+    assert (renewal.ask, renewal.epoch) == (Ask.RENEW, 3)
+    lease.answered(renewal, 3)  # it had never arrived
+    assert lease.may_decide(3)
+
+
+def test_the_row_is_asked_one_request_at_a_time():
+    """An epoch is raised in another thread than leases are renewed in; both use one connection, and may lose it."""
+    table = LeaseTable("sqlite://", "one", LeaseTerms(), own_url=None, card={}, channel="")
+    inside, most, gate = [0], [0], threading.Lock()
+
+    class Connection:
+        def execute(self, *_: object) -> None:
+            with gate:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            time.sleep(0.05)
+            with gate:
+                inside[0] -= 1
+            raise sa.exc.OperationalError(None, None, RuntimeError("the server went away"))
+
+        def invalidate(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    def ask(_: int) -> str:
+        with pytest.raises(sa.exc.OperationalError):
+            table.raise_epoch(1, 2)
+        return "told"
+
+    table._connect = Connection
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(8))) == ["told"] * 8
+    assert most == [1]
