@@ -216,8 +216,7 @@ class AdmissionControl:
         if free.slot_seconds(planner.now, limit) - expected.slot_seconds >= expected.footprint:
             return True
         left = free.copy()
-        for start, end, slots in expected.reservations():
-            left.withhold(start, end, slots)
+        left.withhold(expected.edges, expected.whole_slots())
         return minimum_share(left, work, planner.now) is not None
 
     def _beside_earlier(self, limit: float) -> FreeCapacity:

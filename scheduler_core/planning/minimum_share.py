@@ -282,7 +282,7 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
     shares: list[ShareStretch] = []
     left, size, ready, starting = work.left_at(now), work.size, work.since_s, work.starting
     joined = work.joined_s
-    owed = extra_s
+    owed, speed_of = extra_s, work.speed
     for start, end, fit in runs:
         if fit == 0:
             size = 0
@@ -291,8 +291,8 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
         if (
             size
             and size < fit
-            and work.speed(fit) * max(0.0, end - start - work.pause_between(size, fit))
-            <= work.speed(size) * (end - max(start, min(ready, end)))
+            and speed_of(fit) * max(0.0, end - start - work.pause_between(size, fit))
+            <= speed_of(size) * (end - max(start, min(ready, end)))
         ):
             target = size
         if target != size:
@@ -303,17 +303,18 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
             starting = size == 0 or interrupted
             joined = -INFINITY if starting else work.joined_after(start)
             ready, size = start + cost, target
-        begin = max(start, ready)
-        speed = work.speed(size)
+        begin = ready if ready > start else start
+        speed = speed_of(size)
         if shares and shares[-1].end_s == start and shares[-1].size == size:
             shares[-1] = ShareStretch(shares[-1].start_s, end, size)
         else:
             shares.append(ShareStretch(start, end, size))
         if begin >= end:
             continue
-        paid = min(owed, end - begin)
-        owed -= paid
-        begin += paid
+        if owed:
+            paid = min(owed, end - begin)
+            owed -= paid
+            begin += paid
         finish = begin + left / speed
         if owed == 0.0 and finish + work.tail_s <= end:
             shares[-1] = ShareStretch(shares[-1].start_s, finish + work.tail_s, size)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.jobs.profiling import is_measured_at, known_speeds, sizes_to_measure, window_s
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
@@ -31,7 +30,7 @@ grow later."""
 
 
 class Planner:
-    """Plans over one layout of the cluster at one moment. Reads jobs, never changes them; while it is used, nobody may."""
+    """Plans over one layout of the cluster at one moment. Reads jobs, and nobody may change them while it is used."""
 
     def __init__(self, config: SchedulerConfig, filling: Filling, jobs: Sequence[LiveJob]) -> None:
         self.config = config

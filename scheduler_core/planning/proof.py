@@ -35,8 +35,8 @@ def prove(
 
     A job that was migrated holds its last slots longer, to pay for that, if they are free. If not, each round fills
     with as many extra pauses per job as it had migrations in the previous round's placement, and with spare ones for
-    all jobs, as long as these cost no promise: among many jobs, other jobs are migrated in each round. ``filling`` is of
-    the same cluster at the same moment.
+    all jobs, as long as these cost no promise: among many jobs, other jobs are migrated in each round. ``filling`` is
+    of the same cluster at the same moment.
     """
     extra: dict[str, int] = {}
     late: str | None = None

@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Course, Work, course_of
-from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareStretch, minimum_share
+from elasticflow_airflow.scheduler_core.planning.minimum_share import Filling, ShareStretch, minimum_share
 from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, prove
 from elasticflow_airflow.scheduler_core.planning.share_placement import NoPlaceError, place
 
