@@ -151,8 +151,12 @@ class Protection:
         ``but``: the key of the job that is decided on.
         """
         cheaper = self._cheaper(now, price, but, certain=agreed and sure)
-        if cheaper is None:
-            return np.zeros(len(times))
+        return np.zeros(len(times)) if cheaper is None else self._use_of(cheaper, now, times, agreed=agreed, sure=sure)
+
+    def _use_of(
+        self, cheaper: NDArray[np.bool_], now: float, times: NDArray[np.float64], *, agreed: bool, sure: bool
+    ) -> NDArray[np.float64]:
+        """Return the expected use of some arrivals; the other arguments are those of :meth:`expected_use`."""
         seen = self._seen(now)
         first = float(seen.known[:, 0].min())
         windows = seen.known[cheaper, 2]
@@ -214,9 +218,10 @@ class Protection:
         footprint = footprint_of(work, now, limit_s)
         if footprint is None:
             return None
-        price, but = footprint / value if value > 0.0 else math.inf, key_of(work.job_id)
-        if self._cheaper(now, price, but, certain=agreed and sure) is None:
+        price = footprint / value if value > 0.0 else math.inf
+        cheaper = self._cheaper(now, price, key_of(work.job_id), certain=agreed and sure)
+        if cheaper is None:
             return Expectation(np.array([now, limit_s]), np.zeros(1), footprint)
         edges = np.linspace(now, limit_s, _BINS + 1)
-        expected = self.expected_use(now, price, (edges[:-1] + edges[1:]) / 2, agreed=agreed, sure=sure, but=but)
+        expected = self._use_of(cheaper, now, (edges[:-1] + edges[1:]) / 2, agreed=agreed, sure=sure)
         return Expectation(edges, expected, footprint)
