@@ -27,6 +27,7 @@ from elasticflow_airflow.scheduler_core.model.recurring_work import Calendar, Ca
 from elasticflow_airflow.scheduler_core.model.values import Node, Phase, Placement
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, course_of
 from elasticflow_airflow.scheduler_core.planning.exploring import unmeasured
+from elasticflow_airflow.scheduler_core.planning.minimum_share import Filling
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft, mask_at
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
 
@@ -45,6 +46,8 @@ class SchedulerState:
         self.nodes = {node.node_id: node for node in nodes}
         self.jobs: dict[str, LiveJob] = {}
         self.layout = Layout(self.nodes.values())
+        self._filling = Filling(self.layout, -INFINITY)
+        """What the proofs of one moment have in common."""
         self.hopeful_s = -INFINITY
         """When a fresh plan is next tried for jobs at risk, after a fresh plan did not help."""
         self.ask_again_s = -INFINITY
@@ -69,7 +72,9 @@ class SchedulerState:
 
     def planner_over(self, jobs: Sequence[LiveJob], now: float) -> Planner:
         """Return a planner over ``jobs``, with the reservations of runs that may still come in time for them."""
-        planner = Planner(self.config, self.layout, jobs, now)
+        if self._filling.now != now or self._filling.layout is not self.layout:
+            self._filling = Filling(self.layout, now)
+        planner = Planner(self.config, self._filling, jobs)
         if self.reservations:
             names = {stand_in_id(run_id) for run_id in self.calendar.runs}
             planner.reservations = {

@@ -102,7 +102,7 @@ class FreeCapacity:
         if level > self.levels:
             return False
         i, j = self.segment(start_s), bisect_left(self.times, end_s)
-        return j <= i or int(self.largest[i:j].min()) >= level
+        return j <= i or int(np.minimum.reduce(self.largest[i:j])) >= level
 
     def reserve(self, start_s: float, end_s: float, size: int) -> None:
         """Subtract a gang of ``size`` from the free capacity."""
@@ -132,12 +132,23 @@ class FreeCapacity:
         self.times = [when for when, border in zip(self.times, borders.tolist(), strict=True) if border]
         self._untidy = 2 * left + _ROOM
 
-    def withhold(self, start_s: float, end_s: float, slots: int) -> None:
-        """Subtract ``slots`` slots, wherever they are, from the free capacity."""
-        i, j = self._split(start_s), self._split(end_s)
-        if j > i:
-            self.rows[:, i:j] = np.maximum(self.rows[:, i:j] - slots, 0)
-            self._recount(i, j)
+    def withhold(self, edges: npt.NDArray[np.float64], slots: npt.NDArray[np.int32]) -> None:
+        """Subtract slots, wherever they are: ``slots[k]`` of them from ``edges[k]`` until ``edges[k + 1]``."""
+        used = slots > 0
+        borders = edges[np.concatenate((used, [False])) | np.concatenate(([False], used))]
+        if not len(borders):
+            return
+        before = np.array(self.times)
+        times = np.union1d(before, borders[borders > before[0]])
+        since = np.searchsorted(before, times, side="right") - 1
+        within = np.searchsorted(edges, times, side="right") - 1
+        inside = (within >= 0) & (within < len(slots))
+        taken = np.where(inside, slots[np.clip(within, 0, len(slots) - 1)], 0).astype(np.int32)
+        rows = self.rows[:, since]
+        self.times = times.tolist()
+        self.rows = np.where(taken > 0, np.maximum(rows - taken, 0), rows)
+        self.largest = self.largest[since]
+        self._recount(0, len(times))
 
     def slot_seconds(self, start_s: float, end_s: float) -> float:
         """Return free slots times seconds between two times, wherever the slots are."""
@@ -156,15 +167,16 @@ class FreeCapacity:
         for size in sizes:
             for level in range(size.bit_length(), self.levels + 1):
                 by_level[level] = size
-        fit = np.array(by_level, dtype=np.int64)[self.largest[i:j]]
-        borders = (np.flatnonzero(fit[1:] != fit[:-1]) + 1).tolist()
+        largest = self.largest[i:j]
         runs: list[tuple[float, float, int]] = []
-        begin, first = start_s, 0
-        for border in borders:
-            end = self.times[i + border]
-            runs.append((begin, end, int(fit[first])))
-            begin, first = end, border
-        runs.append((begin, end_s, int(fit[first])))
+        begin, fit = start_s, by_level[largest[0]]
+        for border in (largest[1:] != largest[:-1]).nonzero()[0].tolist():
+            size = by_level[largest[border + 1]]
+            if size != fit:
+                end = self.times[i + border + 1]
+                runs.append((begin, end, fit))
+                begin, fit = end, size
+        runs.append((begin, end_s, fit))
         return runs
 
 

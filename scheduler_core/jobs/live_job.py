@@ -82,6 +82,8 @@ class LiveJob:
     _work: Work | None = None
     _limited: tuple[Work, Work] | None = None
     """Its work, and that as last limited by :meth:`limited`."""
+    _planned: tuple[tuple[object, ...], dict[int, float]] | None = None
+    """The speeds that :meth:`planned` returned last, and what they were computed of."""
 
     @classmethod
     def newcomer(cls, job: Job, number: int, now: float, *, best_effort: bool) -> Self:
@@ -118,7 +120,16 @@ class LiveJob:
 
     def constants(self) -> tuple[object, ...]:
         """Return those field values that are replaced and never mutated."""
-        return self.job, self.placement, self.told, self.course, self.reservation, self._work, self._limited
+        return (
+            self.job,
+            self.placement,
+            self.told,
+            self.course,
+            self.reservation,
+            self._work,
+            self._limited,
+            self._planned,
+        )
 
     def changed(self) -> None:
         """Discard what was derived from the fields."""
@@ -184,8 +195,13 @@ class LiveJob:
 
     def planned(self, curve: ScalingCurve, config: SchedulerConfig) -> dict[int, float]:
         """Return the speeds by size, in steps/s, that a promise may rely on; ``curve`` is the current estimate."""
-        held = {size: self._belief(size, speed, config) for size, speed in self.measured.items()}
-        return planned(curve, self.told or curve, held, lambda size: self.sigma(size, config), config)
+        # What was measured changes only together with the curve.
+        of = (curve, self.told, self.job.speed_sigma, self.job.speed_sigmas, config)
+        if self._planned is None or any(known is not one for known, one in zip(self._planned[0], of, strict=True)):
+            held = {size: self._belief(size, speed, config) for size, speed in self.measured.items()}
+            speeds = planned(curve, self.told or curve, held, lambda size: self.sigma(size, config), config)
+            self._planned = of, speeds
+        return self._planned[1]
 
     def _belief(self, size: int, speed: float, config: SchedulerConfig) -> Belief:
         evidence = self.evidence.get(size)

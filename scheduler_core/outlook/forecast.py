@@ -346,7 +346,7 @@ class _Expecting:
         planner = self.planner
         ordered = deadline_order([*planner.promised(), *works])
         courses, _ = prove(
-            planner.layout, planner.free, ordered, planner.now, planner.held(), planner.config.proof_rounds
+            planner.layout, planner.filling, ordered, planner.now, planner.held(), planner.config.proof_rounds
         )
         if courses is None:
             draft = beside(planner.stored(), works)

@@ -21,7 +21,7 @@ from elasticflow_airflow.scheduler_core.model.values import Job, OnReject, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.allocation import share_later, share_now
 from elasticflow_airflow.scheduler_core.planning.lookahead import Lookahead
-from elasticflow_airflow.scheduler_core.planning.minimum_share import fill, minimum_share
+from elasticflow_airflow.scheduler_core.planning.minimum_share import minimum_share
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
 from elasticflow_airflow.scheduler_core.planning.proof import deadline_order
@@ -216,8 +216,7 @@ class AdmissionControl:
         if free.slot_seconds(planner.now, limit) - expected.slot_seconds >= expected.footprint:
             return True
         left = free.copy()
-        for start, end, slots in expected.reservations():
-            left.withhold(start, end, slots)
+        left.withhold(expected.edges, expected.whole_slots())
         return minimum_share(left, work, planner.now) is not None
 
     def _beside_earlier(self, limit: float) -> FreeCapacity:
@@ -225,8 +224,8 @@ class AdmissionControl:
         promised = [other for other in self.planner.promised() if other.job_id != self.job.job_id]
         earlier = [other for other in promised if other.limit_s <= limit]
         if len(earlier) not in self._filled:  # Of two limits, the later one's promises include the earlier one's.
-            free = self._filled[len(earlier)] = self.planner.free.copy()
-            fill(free, deadline_order(earlier), self.planner.now, {})
+            top = self.planner.layout.largest_block
+            self._filled[len(earlier)] = self.planner.filling.left(deadline_order(earlier), top)
         return self._filled[len(earlier)]
 
     @property

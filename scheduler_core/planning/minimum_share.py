@@ -8,15 +8,21 @@ concave curve. Works on counts per block size; the slots of the gangs are chosen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Self
 
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Work
 
 _HALVINGS = 7
 """Number of bisection steps in the search for the best time of a change of level."""
+_MARK_EVERY = 4
+"""After so many works at least, a filling remembers what they left free."""
+_MARKS = 32
+"""So many of these a filling of many works has."""
 
 
 class ShareStretch(NamedTuple):
@@ -65,6 +71,129 @@ def fill(
             free.reserve(start, end, size)
         shares[work.job_id] = share
     return shares, None
+
+
+class _Filled:
+    """How far one filling came: the shares of works in its order, and the capacity that they left free."""
+
+    def __init__(self, free: FreeCapacity) -> None:
+        self.free = free
+        self.works: list[tuple[Work, float]] = []
+        """The works that have a share, with the seconds of their extra pauses."""
+        self.shares: list[list[ShareStretch]] = []
+        self.unfit: tuple[Work, float] | None = None
+        """The work that came next and did not fit, if that was so."""
+        self.marks: list[tuple[int, FreeCapacity]] = [(0, free.copy())]
+        """The capacity after so many works, now and then."""
+
+    def common(self, asked: Sequence[tuple[Work, float]]) -> int:
+        """Return with how many of its works an order begins."""
+        count = 0
+        for (work, extra_s), (other, other_s) in zip(self.works, asked, strict=False):
+            if extra_s != other_s or (work is not other and work != other):
+                break
+            count += 1
+        return count
+
+    def after(self, count: int) -> FreeCapacity:
+        """Return a copy of the capacity after the first ``count`` works."""
+        if count == len(self.works):
+            return self.free.copy()
+        since, mark = next(one for one in reversed(self.marks) if one[0] <= count)
+        free = mark.copy()
+        for share in self.shares[since:count]:
+            for start, end, size in share:
+                free.reserve(start, end, size)
+        return free
+
+    def cut(self, count: int) -> None:
+        """Forget everything after the first ``count`` works."""
+        if count < len(self.works):
+            self.free = self.after(count)
+            del self.works[count:], self.shares[count:]
+            self.marks = [mark for mark in self.marks if mark[0] <= count]
+        self.unfit = None
+
+    def go_on(self, asked: Sequence[tuple[Work, float]], now: float, shape: ShareShape) -> None:
+        """Fill the rest of an order that begins with all of its works, as far as it fits."""
+        free, every = self.free, max(_MARK_EVERY, len(asked) // _MARKS)
+        for one in asked[len(self.works) :]:
+            work, extra_s = one
+            share = minimum_share(free, work, now, extra_s)
+            if share is not None and shape is not ShareShape.FLAT:
+                share = _slimmed(free, work, now, extra_s, shape, share)
+            if share is None:
+                self.unfit = one
+                return
+            for start, end, size in share:
+                free.reserve(start, end, size)
+            self.works.append(one)
+            self.shares.append(share)
+            if len(self.works) - self.marks[-1][0] >= every:
+                self.marks.append((len(self.works), free.copy()))
+
+
+class Filling:
+    """Fillings of one cluster at one moment. Each continues where its order first differs from the last one's.
+
+    The proofs of one moment begin alike: those of the newcomers that are decided on one after another, and those of
+    one newcomer with several limits. Gives what :func:`fill` gives. A copy of what holds it begins anew.
+    """
+
+    def __init__(self, layout: Layout, now: float) -> None:
+        self.layout = layout
+        self.now = now
+        self._top = 0
+        """Size of the largest blocks that were asked for."""
+        self._last: dict[ShareShape, _Filled] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return type(self)(self.layout, self.now)
+
+    @cached_property
+    def free(self) -> FreeCapacity:
+        """The capacity without any work; not to be changed."""
+        return FreeCapacity(self.layout, self.now)
+
+    def shares(
+        self,
+        works: Sequence[Work],
+        extra_pauses: Mapping[str, int],
+        shape: ShareShape = ShareShape.FLAT,
+        spare_pauses: int = 0,
+    ) -> tuple[dict[str, list[ShareStretch]], str | None]:
+        """Fill in the given order; arguments and result are those of :func:`fill`. The shares are not to be changed."""
+        top = max((work.sizes[-1] for work in works if work.sizes), default=1)
+        if spare_pauses:
+            return fill(self.free.copy(top), works, self.now, extra_pauses, shape, spare_pauses)
+        asked = [(work, extra_pauses.get(work.job_id, 0) * work.pause_s) for work in works]
+        filled, count = self._filled(asked, top, shape)
+        found = {work.job_id: share for (work, _), share in zip(asked[:count], filled.shares, strict=False)}
+        return found, None if count == len(asked) else asked[count][0].job_id
+
+    def left(self, works: Sequence[Work], top: int) -> FreeCapacity:
+        """Return a copy of the capacity that works leave free for blocks of up to ``top``, in the given order.
+
+        Nothing is taken by the first one that does not fit, and by those after it.
+        """
+        top = max((top, *(work.sizes[-1] for work in works if work.sizes)))
+        filled, count = self._filled([(work, 0.0) for work in works], top, ShareShape.FLAT)
+        return filled.after(count)
+
+    def _filled(self, asked: Sequence[tuple[Work, float]], top: int, shape: ShareShape) -> tuple[_Filled, int]:
+        """Return a filling that begins with this order, and how many of its works fit."""
+        if top > self._top:
+            self._top = top
+            self._last.clear()
+        filled = self._last.get(shape)
+        if filled is None:
+            filled = self._last[shape] = _Filled(self.free.copy(self._top))
+        count = filled.common(asked)
+        if count < len(asked) and (count < len(filled.works) or filled.unfit != asked[count]):
+            filled.cut(count)
+            filled.go_on(asked, self.now, shape)
+            count = len(filled.works)
+        return filled, count
 
 
 def _prolong(free: FreeCapacity, work: Work, by_s: float, share: list[ShareStretch]) -> None:
@@ -153,7 +282,7 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
     shares: list[ShareStretch] = []
     left, size, ready, starting = work.left_at(now), work.size, work.since_s, work.starting
     joined = work.joined_s
-    owed = extra_s
+    owed, speed_of = extra_s, work.speed
     for start, end, fit in runs:
         if fit == 0:
             size = 0
@@ -162,8 +291,8 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
         if (
             size
             and size < fit
-            and work.speed(fit) * max(0.0, end - start - work.pause_between(size, fit))
-            <= work.speed(size) * (end - max(start, min(ready, end)))
+            and speed_of(fit) * max(0.0, end - start - work.pause_between(size, fit))
+            <= speed_of(size) * (end - max(start, min(ready, end)))
         ):
             target = size
         if target != size:
@@ -174,17 +303,18 @@ def _follow(work: Work, now: float, extra_s: float, runs: list[tuple[float, floa
             starting = size == 0 or interrupted
             joined = -INFINITY if starting else work.joined_after(start)
             ready, size = start + cost, target
-        begin = max(start, ready)
-        speed = work.speed(size)
+        begin = ready if ready > start else start
+        speed = speed_of(size)
         if shares and shares[-1].end_s == start and shares[-1].size == size:
             shares[-1] = ShareStretch(shares[-1].start_s, end, size)
         else:
             shares.append(ShareStretch(start, end, size))
         if begin >= end:
             continue
-        paid = min(owed, end - begin)
-        owed -= paid
-        begin += paid
+        if owed:
+            paid = min(owed, end - begin)
+            owed -= paid
+            begin += paid
         finish = begin + left / speed
         if owed == 0.0 and finish + work.tail_s <= end:
             shares[-1] = ShareStretch(shares[-1].start_s, finish + work.tail_s, size)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
-from elasticflow_airflow.scheduler_core.cluster.placement import Layout
-from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.jobs.profiling import is_measured_at, known_speeds, sizes_to_measure, window_s
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
@@ -18,7 +17,7 @@ from elasticflow_airflow.scheduler_core.model.values import Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work
 from elasticflow_airflow.scheduler_core.planning.allocation import as_soon_as_possible, grow, while_free, window
 from elasticflow_airflow.scheduler_core.planning.exploring import try_next_size
-from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape
+from elasticflow_airflow.scheduler_core.planning.minimum_share import Filling, ShareShape
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft, mask_at
 from elasticflow_airflow.scheduler_core.planning.proof import Attempt, deadline_order, prove, rescues
 from elasticflow_airflow.scheduler_core.planning.salvaging import salvage
@@ -31,25 +30,18 @@ grow later."""
 
 
 class Planner:
-    """Plans over one layout of the cluster at one moment. Reads jobs, never changes them."""
+    """Plans over one layout of the cluster at one moment. Reads jobs, and nobody may change them while it is used."""
 
-    def __init__(self, config: SchedulerConfig, layout: Layout, jobs: Sequence[LiveJob], now: float) -> None:
+    def __init__(self, config: SchedulerConfig, filling: Filling, jobs: Sequence[LiveJob]) -> None:
         self.config = config
-        self.layout = layout
+        self.layout = filling.layout
         self.jobs = jobs
-        self.now = now
-        self._free: FreeCapacity | None = None
+        self.now = filling.now
+        self.filling = filling
         self.expected: Sequence[Work] = ()
         """Stand-ins for expected runs, which a newcomer must fit beside."""
         self.reservations: Mapping[str, Course] = {}
         """Where the stored plan keeps slots free for expected runs."""
-
-    @property
-    def free(self) -> FreeCapacity:
-        """The capacity without any job."""
-        if self._free is None:
-            self._free = FreeCapacity(self.layout, self.now)
-        return self._free
 
     def work(self, job: LiveJob) -> Work:
         """Return a job as work; an overdue job holds its slots a little longer."""
@@ -74,10 +66,15 @@ class Planner:
 
     def promised(self) -> list[Work]:
         """Return the jobs whose promise every plan must keep, as work."""
+        return self._promised.copy()
+
+    @cached_property
+    def _promised(self) -> list[Work]:
         return [self.bound(job, self.work(job)) for job in self.jobs if job.promised and not job.at_risk]
 
-    def turns(self) -> list[Work]:
-        """Return best-effort jobs that waited too long as work that newcomers may not displace: a planned turn each."""
+    @cached_property
+    def turns(self) -> tuple[Work, ...]:
+        """Best-effort jobs that waited too long as work that newcomers may not displace: a planned turn each."""
         turns: list[Work] = []
         for job in self.jobs:
             if not (job.competes and job.best_effort and job.course is not None and job.course.holdings):
@@ -93,10 +90,11 @@ class Planner:
             end = min(end, first.end_s)
             seconds = max(0.0, min(end - first.start_s, end - self.now) - (0.0 if job.mask else work.startup_s))
             turns.append(_stand_in(work, size, seconds, max(work.since_s, self.now), end))
-        return turns
+        return tuple(turns)
 
-    def kept_at_risk(self) -> list[Work]:
-        """Return jobs at risk as work that newcomers must leave room for.
+    @cached_property
+    def kept_at_risk(self) -> tuple[Work, ...]:
+        """Jobs at risk as work that newcomers must leave room for.
 
         A job that may still meet its deadline is not displaced from the slots that it holds. A late job must end by the
         time that it would reach with its fewest workers from its deadline on, or by its planned end if that is later,
@@ -126,7 +124,7 @@ class Planner:
             if end > begin + TOLERANCE_S:
                 stand_ins.append(_stand_in(work, work.size, end - begin, begin, end))
         late.sort(key=lambda one: one[0])
-        return stand_ins + [work for _, work in late[:_MOST_AT_RISK]]
+        return (*stand_ins, *(work for _, work in late[:_MOST_AT_RISK]))
 
     def _aged(self, job: LiveJob) -> bool:
         """Return whether a best-effort job has waited too long."""
@@ -175,7 +173,7 @@ class Planner:
         """Return what a fresh plan must have; ``guarded`` as for :meth:`fresh`."""
         works = self.promised()
         if guarded:
-            works += [*self.turns(), *self.kept_at_risk(), *self.expected]
+            works += [*self.turns, *self.kept_at_risk, *self.expected]
         return works if newcomer is None else [*works, newcomer]
 
     def _rescued(self, works: Sequence[Work], rescue: int) -> tuple[Draft, Attempt] | None:
@@ -212,7 +210,7 @@ class Planner:
         self, ordered: list[Work], rounds: int, shape: ShareShape = ShareShape.FLAT
     ) -> tuple[Draft | None, str | None]:
         """Return a proven draft of all work, or None and the job that did not fit."""
-        courses, unfit = prove(self.layout, self.free, ordered, self.now, self.held(), rounds, shape)
+        courses, unfit = prove(self.layout, self.filling, ordered, self.now, self.held(), rounds, shape)
         return (None, unfit) if courses is None else (self._draft(courses), None)
 
     def _draft(self, courses: dict[str, Course]) -> Draft:
@@ -228,7 +226,7 @@ class Planner:
         """Return a draft that keeps as many promises as possible, older ones first, and omits the others."""
         age = {job.job_id: job.promise for job in self.jobs}
         rounds = self.config.proof_rounds
-        return self._draft(salvage(self.layout, self.free, self.promised(), age, self.now, self.held(), rounds))
+        return self._draft(salvage(self.layout, self.filling, self.promised(), age, self.now, self.held(), rounds))
 
     def complete(self, draft: Draft) -> Draft:
         """Plan jobs without a (keepable) promise into the rest, then let jobs grow. Changes and returns ``draft``.

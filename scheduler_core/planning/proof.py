@@ -7,10 +7,9 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
-from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.allocation import share_later
-from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape, fill
+from elasticflow_airflow.scheduler_core.planning.minimum_share import Filling, ShareShape
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.share_placement import NoPlaceError, place
 
@@ -25,7 +24,7 @@ _FEW = 8
 
 def prove(
     layout: Layout,
-    free: FreeCapacity,
+    filling: Filling,
     ordered: Sequence[Work],
     now: float,
     avoid: int,
@@ -36,18 +35,17 @@ def prove(
 
     A job that was migrated holds its last slots longer, to pay for that, if they are free. If not, each round fills
     with as many extra pauses per job as it had migrations in the previous round's placement, and with spare ones for
-    all jobs, as long as these cost no promise: among many jobs, other jobs are migrated in each round. ``free`` is the
-    capacity without any of the jobs; it is not changed.
+    all jobs, as long as these cost no promise: among many jobs, other jobs are migrated in each round. ``filling`` is
+    of the same cluster at the same moment.
     """
     extra: dict[str, int] = {}
-    top = max((work.sizes[-1] for work in ordered if work.sizes), default=1)
     late: str | None = None
     spare, more = _SPARE if len(ordered) >= _MANY else 0, _SPARE
     for _ in range(rounds):
-        shares, unfit = fill(free.copy(top), ordered, now, extra, shape, spare)
+        shares, unfit = filling.shares(ordered, extra, shape, spare)
         if unfit is not None and spare:
             spare = more = 0
-            shares, unfit = fill(free.copy(top), ordered, now, extra, shape)
+            shares, unfit = filling.shares(ordered, extra, shape)
         if unfit is not None:
             return None, unfit
         try:

@@ -67,11 +67,9 @@ class Expectation(NamedTuple):
         """Return so many times the expected use."""
         return self._replace(slots=self.slots * factor)
 
-    def reservations(self) -> list[tuple[float, float, int]]:
-        """Return ``(start, end, slots)`` of each bin with expected use, in whole slots."""
-        slots = np.rint(self.slots).astype(int).tolist()
-        edges = self.edges.tolist()
-        return [(a, b, n) for a, b, n in zip(edges[:-1], edges[1:], slots, strict=True) if n > 0]
+    def whole_slots(self) -> NDArray[np.int32]:
+        """Return the number of slots of each bin, rounded."""
+        return np.rint(self.slots).astype(np.int32)
 
 
 def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
@@ -88,13 +86,25 @@ def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
     return least
 
 
+class _Seen(NamedTuple):
+    """The arrivals as seen at one moment, in the order in which they were noted."""
+
+    now: float
+    known: NDArray[np.float64]
+    """A row for each arrival, a column for each field."""
+    weights: tuple[NDArray[np.float64], ...]
+    """By half-life: how much each arrival counts."""
+    moments: NDArray[np.intp]
+    """The number of each arrival's moment."""
+
+
 def _sure_part(moments: NDArray[np.intp], weights: NDArray[np.float64]) -> float:
     """Return 1 less one standard error of a rate, as a fraction of it (Poisson), with Kish's effective sample size.
 
     ``moments``: the number of each arrival's moment. What comes together counts once: several jobs of one moment say
     nothing about how often such moments are.
     """
-    each = np.bincount(moments, weights)
+    each = np.bincount(moments, weights)[np.bincount(moments) > 0]
     total = float(each.sum())
     return max(0.0, 1.0 - math.sqrt(float((each**2).sum())) / total) if total > 0.0 else 0.0
 
@@ -109,6 +119,7 @@ class Protection:
         self.arrivals: list[Arrival] = []
         self.short_at_s = -math.inf
         """When a job was last refused for lack of slots."""
+        self._last_seen: _Seen | None = None
 
     def is_short(self, now: float) -> bool:
         """Return whether slots have been short within the time for which arrivals are remembered."""
@@ -117,6 +128,7 @@ class Protection:
     def note(self, arrival: Arrival) -> None:
         """Record an arrival, whatever its outcome."""
         self.arrivals.append(arrival)
+        self._last_seen = None
         oldest = arrival.at_s - FORGOTTEN * max(self.half_lives_s)
         if len(self.arrivals) > 64 and self.arrivals[len(self.arrivals) // 4].at_s < oldest:
             self.arrivals = [known for known in self.arrivals if known.at_s >= oldest]
@@ -138,35 +150,66 @@ class Protection:
         ``sure``: each less its error, and reaching as far ahead as if no half-life were longer than arrivals were seen.
         ``but``: the key of the job that is decided on.
         """
-        expected = np.zeros(len(times))
-        if not self.arrivals:
-            return expected
-        known = np.array(self.arrivals, dtype=np.float64)
-        value = known[:, 3]
-        most = np.multiply(price, value, out=np.zeros(len(value)), where=value > 0.0)  # a price may be infinite
-        cheaper = (known[:, 1] < most) & (known[:, 0] <= now) & (known[:, 4] != but)
-        if not cheaper.any():
-            return expected
-        first = float(known[:, 0].min())
-        use = known[cheaper, 1] / known[cheaper, 2]
-        windows = known[cheaper, 2]
-        ages = now - known[cheaper, 0]
+        cheaper = self._cheaper(now, price, but, certain=agreed and sure)
+        return np.zeros(len(times)) if cheaper is None else self._use_of(cheaper, now, times, agreed=agreed, sure=sure)
+
+    def _use_of(
+        self, cheaper: NDArray[np.bool_], now: float, times: NDArray[np.float64], *, agreed: bool, sure: bool
+    ) -> NDArray[np.float64]:
+        """Return the expected use of some arrivals; the other arguments are those of :meth:`expected_use`."""
+        seen = self._seen(now)
+        first = float(seen.known[:, 0].min())
+        windows = seen.known[cheaper, 2]
+        use = seen.known[cheaper, 1] / windows
         horizon = (times - now)[:, None]
-        moments = np.unique(ages, return_inverse=True)[1] if sure else None
+        before = np.maximum(horizon - windows[None, :], 0.0)
+        moments = seen.moments[cheaper] if sure else None
         estimates = []
-        for half_life in self.half_lives_s:
+        for half_life, weights_of_all in zip(self.half_lives_s, seen.weights, strict=True):
             decay = math.log(2.0) / half_life
-            weights = np.exp(-decay * ages)
+            weights = weights_of_all[cheaper]
             observed = (1.0 - math.exp(-decay * max(now - first, _LEAST_OBSERVED_S))) / decay
             # A burst in the first minute surely says nothing about the next hours.
             reach = self.reach * (min(half_life, now - first) if sure else half_life)
-            ahead = np.clip(np.minimum(horizon, reach) - np.maximum(horizon - windows[None, :], 0.0), 0.0, None)
+            ahead = np.maximum(np.minimum(horizon, reach) - before, 0.0)
             estimate = ahead @ (weights * use) / observed
             if moments is not None:
                 estimate *= _sure_part(moments, weights)
             estimates.append(estimate)
         found: NDArray[np.float64] = (np.min if agreed else np.max)(estimates, axis=0)
         return self.weight * found
+
+    def _cheaper(self, now: float, price: float, but: float, *, certain: bool) -> NDArray[np.bool_] | None:
+        """Return which arrivals are cheaper; None if there is none, or if ``certain`` and they say nothing for sure."""
+        if certain and not self._several_moments(but):
+            return None
+        if not self.arrivals:
+            return None
+        known = self._seen(now).known
+        value = known[:, 3]
+        most = np.multiply(price, value, out=np.zeros(len(value)), where=value > 0.0)  # a price may be infinite
+        cheaper = (known[:, 1] < most) & (known[:, 0] <= now) & (known[:, 4] != but)
+        return cheaper if cheaper.any() else None
+
+    def _several_moments(self, but: float) -> bool:
+        """Return whether others than ``but`` came at several moments: one moment says nothing of a rate."""
+        first: float | None = None
+        for arrival in self.arrivals:
+            if arrival.key != but and arrival.at_s != first:
+                if first is not None:
+                    return True
+                first = arrival.at_s
+        return False
+
+    def _seen(self, now: float) -> _Seen:
+        """Return all arrivals as seen now; the same object as long as neither changes."""
+        seen = self._last_seen
+        if seen is None or seen.now != now:
+            known = np.array(self.arrivals, dtype=np.float64) if seen is None else seen.known
+            ages = np.maximum(now - known[:, 0], 0.0)
+            weights = tuple(np.exp(-(math.log(2.0) / half_life) * ages) for half_life in self.half_lives_s)
+            seen = self._last_seen = _Seen(now, known, weights, np.unique(ages, return_inverse=True)[1])
+        return seen
 
     def expectation(
         self, work: Work, value: float, now: float, limit_s: float, *, agreed: bool = False, sure: bool = False
@@ -175,9 +218,10 @@ class Protection:
         footprint = footprint_of(work, now, limit_s)
         if footprint is None:
             return None
-        edges = np.linspace(now, limit_s, _BINS + 1)
         price = footprint / value if value > 0.0 else math.inf
-        expected = self.expected_use(
-            now, price, (edges[:-1] + edges[1:]) / 2, agreed=agreed, sure=sure, but=key_of(work.job_id)
-        )
+        cheaper = self._cheaper(now, price, key_of(work.job_id), certain=agreed and sure)
+        if cheaper is None:
+            return Expectation(np.array([now, limit_s]), np.zeros(1), footprint)
+        edges = np.linspace(now, limit_s, _BINS + 1)
+        expected = self._use_of(cheaper, now, (edges[:-1] + edges[1:]) / 2, agreed=agreed, sure=sure)
         return Expectation(edges, expected, footprint)

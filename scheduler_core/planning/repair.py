@@ -49,7 +49,7 @@ def mend(planner: Planner, rescue: int) -> Draft:
             mended, lost = draft, rest
     if lost == 0:
         return mended
-    if planner.kept_at_risk() and (draft := planner.fresh(guarded=True)) is not None:
+    if planner.kept_at_risk and (draft := planner.fresh(guarded=True)) is not None:
         return planner.unguarded(draft)
     draft = planner.fresh(rescue=min(rescue, _RESCUE_EFFORT // len(planner.jobs)))
     if draft is not None:

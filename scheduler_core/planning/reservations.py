@@ -125,7 +125,7 @@ def keepable(planner: Planner, works: Sequence[Work]) -> list[Work]:
     fitting = _place(planner.reserve(planner.stored()), works)
     if len(fitting) == len(works):
         return fitting
-    promises = [*planner.promised(), *planner.turns(), *planner.kept_at_risk()]
+    promises = [*planner.promised(), *planner.turns, *planner.kept_at_risk]
     left_out = _left_out(planner, deadline_order([*promises, *works]), {work.job_id for work in works})
     if left_out is not None:
         kept = [work for work in works if work.job_id not in left_out]
@@ -149,7 +149,7 @@ def _joint(planner: Planner, works: Sequence[Work], rescue: int = 0) -> bool:
 
 def _left_out(planner: Planner, ordered: Sequence[Work], may: Collection[str]) -> set[str] | None:
     """Return which works of ``may`` do not fit by counts in this order; None if any other work does not fit."""
-    free, left_out = planner.free.copy(), set[str]()
+    free, left_out = planner.filling.free.copy(), set[str]()
     for work in ordered:
         share = minimum_share(free, work, planner.now)
         if share is not None:

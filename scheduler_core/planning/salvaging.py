@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Course, Work, course_of
-from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareStretch, minimum_share
+from elasticflow_airflow.scheduler_core.planning.minimum_share import Filling, ShareStretch, minimum_share
 from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, prove
 from elasticflow_airflow.scheduler_core.planning.share_placement import NoPlaceError, place
 
@@ -32,7 +32,7 @@ _PAID_AHEAD = (1, 0, 2)
 
 def salvage(
     layout: Layout,
-    free: FreeCapacity,
+    filling: Filling,
     works: Sequence[Work],
     age: Mapping[str, int],
     now: float,
@@ -41,10 +41,10 @@ def salvage(
 ) -> dict[str, Course]:
     """Return proven courses of as many of ``works`` as can be kept; ``age`` numbers the promises, oldest first.
 
-    ``free`` is the capacity without any of the jobs; it is not changed.
+    ``filling`` is of the same cluster at the same moment.
     """
-    able = [work for work in works if minimum_share(free, work, now) is not None]
-    planning = _Planning(layout, free, age, now, avoid, rounds)
+    able = [work for work in works if minimum_share(filling.free, work, now) is not None]
+    planning = _Planning(layout, filling, age, now, avoid, rounds)
     best: dict[str, Course] = {}
     for number, ahead in enumerate(_PAID_AHEAD):
         if number and (number + 1) * len(able) > _EFFORT:
@@ -60,7 +60,7 @@ class _Planning:
     """The inputs common to all plans; the fields are the arguments of :func:`salvage`."""
 
     layout: Layout
-    free: FreeCapacity
+    filling: Filling
     age: Mapping[str, int]
     now: float
     avoid: int
@@ -77,7 +77,7 @@ class _Planning:
             if effort < 0:
                 break
             ordered = deadline_order([*kept, work])
-            again, _ = prove(self.layout, self.free, ordered, self.now, self.avoid, self.rounds)
+            again, _ = prove(self.layout, self.filling, ordered, self.now, self.avoid, self.rounds)
             if again is not None:
                 kept.append(work)
                 courses = again
@@ -91,7 +91,7 @@ class _Planning:
         rounds = min(self.rounds, max(_LEAST_ROUNDS, _EFFORT // max(1, len(works))))
         give_up = 1
         while works and rounds:
-            choice = _Choice(self.free.copy(top), self.age, self.now, extra)
+            choice = _Choice(self.filling.free.copy(top), self.age, self.now, extra)
             choice.take(works)
             works = [work for work in works if work.job_id in choice.shares]
             ordered = deadline_order(works)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model.values import Node
 from elasticflow_airflow.scheduler_core.model.work import Holding, Work, course_of, legs_of, plan_of
-from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape, ShareStretch, fill, minimum_share
+from elasticflow_airflow.scheduler_core.planning.minimum_share import (
+    Filling,
+    ShareShape,
+    ShareStretch,
+    fill,
+    minimum_share,
+)
 
 
 @pytest.fixture
@@ -120,3 +129,60 @@ def test_two_levels_make_room_where_one_does_not() -> None:
     works = [work(job_id=name, limit_s=88.0) for name in ("a", "b", "c")]
     assert fill(FreeCapacity(layout, 0.0), works, 0.0, {})[1] == "c"
     assert fill(FreeCapacity(layout, 0.0), works, 0.0, {}, ShareShape.FALLING)[1] is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_orders_have_in_common_is_filled_once_and_says_the_same(seed: int) -> None:
+    """Orders that begin like the last one, end before it, or differ get the shares that each gets by itself."""
+    chance, layout = random.Random(seed), Layout([Node(node_id="n", slots=8)])
+    speeds = {size: size**0.8 for size in (1, 2, 4, 8)}
+    works = [
+        work(
+            job_id=f"j{i}",
+            remaining=chance.uniform(1.0, 400.0),
+            sizes=(sizes := chance.choice([(1,), (2,), (1, 2), (1, 2, 4), (2, 4, 8)])),
+            speeds={size: speeds[size] for size in sizes},
+            startup_s=10.0,
+            pause_s=5.0,
+            tail_s=2.0,
+            limit_s=chance.uniform(100.0, 1500.0),
+        )
+        for i in range(14)
+    ]
+    filling, ordered = Filling(layout, 0.0), works.copy()
+    for _ in range(60):
+        ordered.insert(chance.randrange(14), ordered.pop(chance.randrange(14)))
+        asked = ordered[: chance.choice([14, 14, chance.randrange(1, 14)])]
+        extra = {f"j{chance.randrange(14)}": 2} if chance.random() < 0.3 else {}
+        shape, spare = chance.choice([ShareShape.FLAT, *ShareShape]), chance.choice([0, 0, 0, 2])
+        alone = FreeCapacity(layout, 0.0)
+        assert filling.shares(asked, extra, shape, spare) == fill(alone, asked, 0.0, extra, shape, spare)
+        alone = FreeCapacity(layout, 0.0)
+        fill(alone, asked, 0.0, {})
+        left = filling.left(asked, layout.largest_block)
+        count = len(alone.times)
+        assert left.times == alone.times
+        assert (left.rows[:, :count] == alone.rows[:, :count]).all()
+        assert (left.largest[:count] == alone.largest[:count]).all()
+        left.reserve(0.0, 1e6, 1)  # what was returned is a copy
+
+
+def test_a_copy_fills_by_itself() -> None:
+    filling = Filling(Layout([Node(node_id="n", slots=4)]), 0.0)
+    asked = work()
+    filling.shares([asked], {})
+    twin = deepcopy(filling)
+    assert twin.shares([asked], {}) == filling.shares([asked], {})
+    assert twin.free is not filling.free
+
+
+def test_what_is_withheld_is_taken_from_every_size_where_it_is_expected(free: FreeCapacity) -> None:
+    free.reserve(5.0, 15.0, 2)
+    free.withhold(np.array([0.0, 10.0, 20.0, 30.0]), np.array([1, 0, 9], dtype=np.int32))
+    sizes = (1, 2, 4)
+    before = [(0.0, 5.0, 2), (5.0, 10.0, 1), (10.0, 15.0, 2), (15.0, 20.0, 4)]
+    assert free.placeable(sizes, 0.0, 40.0) == [*before, (20.0, 30.0, 0), (30.0, 40.0, 4)]
+    assert free.slot_seconds(0.0, 40.0) == 5 * 3 + 5 * 1 + 5 * 2 + 5 * 4 + 10 * 4
+    free.reserve(12.0, 13.0, 1)
+    assert free.fits(12.0, 13.0, 1)
+    assert not free.fits(12.0, 13.0, 2)

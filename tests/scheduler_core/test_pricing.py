@@ -99,6 +99,23 @@ def test_after_few_arrivals_nothing_is_sure() -> None:
     assert learned.expected_use(long_ago, math.inf, long_ago + soon, sure=True)[0] == 0.0
 
 
+def test_what_was_worked_out_before_changes_nothing() -> None:
+    """Asked again and again, at other moments and after other arrivals, it expects what it would if asked once."""
+    asked, so_far = protection((1.0, 36.0), reach=3.0), list[Arrival]()
+    for number in range(40):
+        came = Arrival(600.0 * (number // 2), 500.0 + 100.0 * (number % 7), HOUR, 1.0, float(number))
+        asked.note(came)
+        so_far.append(came)
+        for now in (came.at_s, came.at_s + 1800.0):
+            for agreed, sure in ((True, True), (False, True), (False, False)):
+                once = protection((1.0, 36.0), reach=3.0)
+                for one in so_far:
+                    once.note(one)
+                times, how = now + np.array([0.5, 2.0]) * HOUR, {"agreed": agreed, "sure": sure, "but": came.key}
+                expected = once.expected_use(now, 950.0, times, **how)
+                assert asked.expected_use(now, 950.0, times, **how).tolist() == expected.tolist()
+
+
 def value_scheduler(nodes: Callable[..., list[Node]], **config: float) -> Scheduler:
     return Scheduler(SchedulerConfig(objective=Objective.VALUE, protection_weight=1.0, **config), nodes(4))
 

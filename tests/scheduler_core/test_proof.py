@@ -14,7 +14,7 @@ from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
 from elasticflow_airflow.scheduler_core.model.values import Job, Node, RescaleCosts, ScalingCurve
 from elasticflow_airflow.scheduler_core.model.work import Course, Work, course_of, plan_of
-from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape, ShareStretch, fill
+from elasticflow_airflow.scheduler_core.planning.minimum_share import Filling, ShareShape, ShareStretch, fill
 from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, prove
 
 SPEEDS = {1: 10.0, 2: 18.0, 4: 32.0, 8: 56.0}
@@ -45,7 +45,7 @@ def nodes_of(*slots: int) -> Layout:
 
 
 def proven(layout: Layout, works: Sequence[Work], rounds: int) -> dict[str, Course]:
-    courses, unfit = prove(layout, FreeCapacity(layout, 0.0), deadline_order(works), 0.0, 0, rounds)
+    courses, unfit = prove(layout, Filling(layout, 0.0), deadline_order(works), 0.0, 0, rounds)
     assert courses is not None, f"not proven: {unfit}"
     return courses
 
@@ -67,7 +67,7 @@ def test_who_was_moved_keeps_its_last_slots_longer() -> None:
 def test_who_was_moved_and_cannot_be_paid_is_not_promised() -> None:
     works = [work_of("a", 500.0, 55.0, 0b0001, 1), work_of("b", 500.0, 55.0, 0b0100, 1), work_of("c", 900.0, 65.0)]
     layout = nodes_of(4)
-    assert prove(layout, FreeCapacity(layout, 0.0), deadline_order(works), 0.0, 0, 8)[0] is None
+    assert prove(layout, Filling(layout, 0.0), deadline_order(works), 0.0, 0, 8)[0] is None
 
 
 def test_who_was_moved_and_cannot_stay_gets_other_slots() -> None:
@@ -95,7 +95,7 @@ def test_nobody_gets_other_slots_before_its_release() -> None:
     ]
     layout = nodes_of(4, 2)
     for rounds in (1, 8):
-        courses, _ = prove(layout, FreeCapacity(layout, 0.0), deadline_order(works), 0.0, 0, rounds)
+        courses, _ = prove(layout, Filling(layout, 0.0), deadline_order(works), 0.0, 0, rounds)
         releases = {work.job_id: work.release_s for work in works}
         for job_id, course in (courses or {}).items():
             assert course.holdings[0].start_s >= releases[job_id]

@@ -15,6 +15,7 @@ from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings, FreeCa
 from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Node, Phase, RescaleCosts, ScalingCurve
 from elasticflow_airflow.scheduler_core.model.work import Holding, Work
+from elasticflow_airflow.scheduler_core.planning.minimum_share import Filling
 from elasticflow_airflow.scheduler_core.planning.salvaging import salvage
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -125,14 +126,14 @@ def _work(number: int, steps: float, limit_s: float, size: int = 1) -> Work:
 def test_a_wide_old_promise_is_kept_instead_of_newer_ones_which_come_first() -> None:
     layout = Layout(nodes([4]))
     works = [_work(0, 100.0, 110.0, size=4), *[_work(number, 50.0, 60.0) for number in range(1, 5)]]
-    kept = salvage(layout, FreeCapacity(layout, 0.0), works, {f"j{n}": n for n in range(5)}, 0.0, 0, 8)
+    kept = salvage(layout, Filling(layout, 0.0), works, {f"j{n}": n for n in range(5)}, 0.0, 0, 8)
     assert set(kept) == {"j0"}
 
 
 def test_newer_promises_are_given_up_only_where_that_helps() -> None:
     layout = Layout(nodes([2]))
     works = [_work(0, 1000.0, 110.0), *[_work(number, 100.0, 110.0) for number in range(1, 3)]]
-    kept = salvage(layout, FreeCapacity(layout, 0.0), works, {f"j{n}": n for n in range(3)}, 0.0, 0, 8)
+    kept = salvage(layout, Filling(layout, 0.0), works, {f"j{n}": n for n in range(3)}, 0.0, 0, 8)
     assert set(kept) == {"j1", "j2"}
 
 
