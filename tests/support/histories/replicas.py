@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any
 
+from elasticflow_airflow.service.leadership.lease import Lease, LeaseRequest, LeaseTerms
 from support.histories.database import Database, Generation, Job, Transaction
 from support.histories.modelled_time import LOST, Call, Code, Process, Thread, World
 from support.histories.nodes import Node, Push, Storage
 from support.histories.protocol import Flaw
-
-from elasticflow_airflow.service.leadership.lease import Lease, LeaseRequest, LeaseTerms
 
 _RETRY_S, _LOOK_S, _REST_S = 0.25, 1.5, 0.4
 _PASS_S, _PULL_S = 1.6, 1.2

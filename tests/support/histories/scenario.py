@@ -9,13 +9,12 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
+from elasticflow_airflow.service.leadership.lease import LeaseTerms
 from support.histories.database import Database
 from support.histories.modelled_time import LOST, Code, Process, Thread, World
 from support.histories.nodes import Node, Storage
 from support.histories.protocol import Flaw
 from support.histories.replicas import Address, Parts, Replica
-
-from elasticflow_airflow.service.leadership.lease import LeaseTerms
 
 TERMS = LeaseTerms(6.0, 2.0)
 PROMISED_DRIFT = 0.01
