@@ -36,7 +36,7 @@ demo: $(STAMP) ## fine-tune BERT under deadlines: a DAG, two days, on this machi
 	@$(BIN)/python dags/demo.py
 
 .PHONY: demo-cluster
-demo-cluster: $(STAMP) ## the same on a Ray cluster of two nodes, one of which is killed meanwhile
+demo-cluster: $(STAMP) ## the same on a Ray cluster of two nodes; a node is killed, and the service's leader
 	@$(BIN)/python dags/demo.py --cluster
 
 .PHONY: test

@@ -1,10 +1,12 @@
 """``make demo``: two days of the DAG ``daily_bert_finetune``, with everything real and nothing set up before.
 
-``make demo-cluster``: the same on a Ray cluster of two nodes, one of which is killed meanwhile.
+``make demo-cluster``: the same on a Ray cluster of two nodes, with two replicas of the scheduler service on a private
+PostgreSQL. Meanwhile a node is killed, and on the second day the replica that leads. Without PostgreSQL on this machine
+it is one service, and the node is all that is killed.
 
 A second process, with a private Airflow in the output folder, runs the DAG with ``dag.test()`` and prints what happens
-(:mod:`demo_kit.days`); its first training task starts the scheduler service. This process makes the folder, and ends
-what is left.
+(:mod:`demo_kit.days`); its first training task starts the scheduler service, where there are no replicas. This process
+makes the folder, starts and kills what the cluster needs (:mod:`demo_kit.accidents`), and ends what is left.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +34,7 @@ def main() -> int:
     """Run the demo; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=DAGS.parent / "demo-output", help="folder for all it makes")
-    parser.add_argument("--cluster", action="store_true", help="on a Ray cluster of two nodes; one is killed meanwhile")
+    parser.add_argument("--cluster", action="store_true", help="on a Ray cluster; a node and the leader are killed")
     options = parser.parse_args()
     layout = DemoPaths(options.output)
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -44,32 +47,19 @@ def main() -> int:
     console.print("Fine-tuning BERT under deadlines, on two days, on this machine", style="bold")
     console.print(f"Two trainings in parallel on {SLOTS} CPU slots; nobody says how many workers.")
     console.print("About six minutes on a machine of the usual speed.\n")
-    environment, cluster = layout.environment(), None
-    if options.cluster:
-        from demo_kit.ray_cluster import NODES, RayCluster
-
-        console.print(f"starting a Ray cluster of {len(NODES)} nodes with one slot each ...")
-        cluster = RayCluster(layout)
-        environment = {name: value for name, value in environment.items() if name != "ELASTICFLOW_SLOTS"}
-        environment |= cluster.environment()
-        cluster.kill_a_node_while_it_trains(lambda said: console.print(said, style="bold red"))
-    days = subprocess.Popen(
-        [sys.executable, "-m", "demo_kit.days", str(layout.root)],
-        cwd=DAGS,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C comes to this process only
-    )
-    try:
-        status = days.wait()
-    except KeyboardInterrupt:
-        console.print("stopping ...", style="yellow")
-        status = INTERRUPTED
-        os.killpg(days.pid, signal.SIGKILL)
-        days.wait()
-    bring_down(layout)
-    if cluster is not None:
-        cluster.close()
+    with ExitStack() as ending:
+        ending.callback(bring_down, layout)
+        try:
+            if options.cluster:
+                status = _run_on_a_cluster(layout, console, ending)
+            else:
+                status = _run_days(layout, layout.environment(), ending)
+        except KeyboardInterrupt:
+            console.print("stopping ...", style="yellow")
+            status = INTERRUPTED
+        # Cleaning up takes seconds, and is not to be interrupted, too.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if status == INTERRUPTED:
         console.print("stopped: no process of the demo is left")
     elif not layout.summary.exists():
@@ -78,8 +68,67 @@ def main() -> int:
         )
     console.print(f"\nEverything is in {layout.root}:")
     console.print(f"  the models      {layout.models / 'published'}\n  this summary    {layout.summary}")
-    console.print(f"  Airflow's log   {layout.airflow_log}\n  service's log   {layout.state_dir / 'service.log'}")
+    console.print(f"  Airflow's log   {layout.airflow_log}")
+    for log in [*layout.replicas_dir.glob("*/service.log")] or [layout.state_dir / "service.log"]:
+        console.print(f"  service's log   {log}")
     return status
+
+
+def _run_days(layout: DemoPaths, environment: dict[str, str], ending: ExitStack) -> int:
+    """Run the process with Airflow; return its exit status."""
+    days = subprocess.Popen(
+        [sys.executable, "-m", "demo_kit.days", str(layout.root)],
+        cwd=DAGS,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C comes to this process only
+    )
+    ending.callback(_kill_group, days)
+    return days.wait()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process, if it runs, with all that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _run_on_a_cluster(layout: DemoPaths, console: Console, ending: ExitStack) -> int:
+    """Run the process with Airflow while accidents happen; 1 if one that was to happen did not."""
+    from demo_kit.accidents import Accidents
+    from demo_kit.database import why_not
+    from demo_kit.ray_cluster import NODES, RayCluster
+    from demo_kit.replicas import NAMES, Replicas
+
+    console.print(f"starting a Ray cluster of {len(NODES)} nodes with one slot each ...")
+    cluster = RayCluster(layout)
+    ending.callback(cluster.close)
+    ending.callback(bring_down, layout)  # first: what uses the cluster leaves at once while it is there
+    environment = {name: value for name, value in layout.environment().items() if name != "ELASTICFLOW_SLOTS"}
+    environment |= cluster.environment()
+    replicas, reason = None, why_not()
+    if reason is None:
+        console.print(f"starting PostgreSQL, and {len(NAMES)} replicas of the scheduler service on it ...")
+        replicas = Replicas(layout, environment)
+        replicas.start()
+        console.print(f"{replicas.leader()} leads")
+        environment |= replicas.environment()
+    else:
+        console.print(f"the leader is not killed, there is one service only: {reason}", style="yellow")
+    accidents = Accidents(
+        cluster,
+        replicas,
+        layout.endpoint(environment),
+        layout.accidents,
+        lambda what: console.print(what, style="bold red"),
+    )
+    ending.callback(accidents.end)
+    status = _run_days(layout, environment, ending)
+    missing = accidents.end()
+    for what in missing:
+        console.print(f"demo: {what}, and that has not happened", style="red")
+    return status or (1 if missing else 0)
 
 
 if __name__ == "__main__":

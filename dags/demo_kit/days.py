@@ -86,7 +86,7 @@ def main(root: str) -> int:
     with layout.airflow_log.open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    watcher = Watcher(layout, console)
+    watcher = Watcher(layout, layout.endpoint(os.environ), console)
     watcher.follow()
     days = run_days(watcher)
     text = "\n".join(summary_lines(days, layout, watcher.readable))

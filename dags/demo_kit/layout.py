@@ -5,14 +5,18 @@ Every run of the demo starts from nothing: the folder of the last one is removed
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from demo_kit.database import Database
+from elasticflow_airflow.client import Endpoint
 from elasticflow_airflow.client.embedded import SOCKET_PATH_LIMIT
 
 DAGS = Path(__file__).resolve().parent.parent
@@ -28,9 +32,13 @@ class DemoPaths:
         self.root = root = root.absolute()
         self.airflow_home, self.airflow_log = root / "airflow", root / "airflow.log"
         self.models, self.summary = root / "daily_bert", root / "summary.txt"
+        self.accidents, self.replicas_dir = root / "accidents.txt", root / "replicas"
         self.state_dir = root / "service"
         if len(os.fsencode(self.state_dir / "service.sock")) > SOCKET_PATH_LIMIT:
             self.state_dir = Path(tempfile.gettempdir()) / f"elasticflow-demo-{os.getuid()}"
+        # Outside: the user that PostgreSQL runs as need not get into the output folder.
+        name = f"elasticflow-pg-{hashlib.sha256(os.fsencode(root)).hexdigest()[:8]}"
+        self.database_dir = Path(tempfile.gettempdir()) / name
 
     def start_afresh(self) -> None:
         """Remove what an earlier run left, and make the folders. Raises FileExistsError for a stranger's."""
@@ -69,11 +77,18 @@ class DemoPaths:
             "TOKENIZERS_PARALLELISM": "false",
         }
 
+    def endpoint(self, environment: Mapping[str, str]) -> Endpoint:
+        """Where the service of this run answers: the replicas, if the environment names them, else the socket."""
+        if "ELASTICFLOW_URL" in environment:
+            return Endpoint.from_url(environment["ELASTICFLOW_URL"], token=environment["ELASTICFLOW_TOKEN"])
+        return Endpoint(socket_path=self.state_dir / "service.sock")
+
 
 def bring_down(layout: DemoPaths) -> None:
-    """End the demo's service, supervisors and workers. A worker saves when it is told to end; who takes long is killed.
+    """End the demo's service or replicas, supervisors, workers and database.
 
-    The service and the supervisors are known by the state folder among their arguments, workers as children of those.
+    A worker saves when it is told to end; who takes long is killed. The service, or its replicas, and the supervisors
+    are known by the folder among their arguments, workers as children of those.
     """
     while ours := _processes_of(layout):
         for end in (psutil.Process.terminate, psutil.Process.kill):
@@ -81,14 +96,16 @@ def bring_down(layout: DemoPaths) -> None:
                 with suppress(psutil.NoSuchProcess):
                     end(process)
             ours = psutil.wait_procs(ours, _LEAVE_WITHIN_S)[1]
+    Database(layout.database_dir).stop()
 
 
 def _processes_of(layout: DemoPaths) -> list[psutil.Process]:
     ours: set[psutil.Process] = set()
+    folders = (f"{layout.state_dir}/", f"{layout.replicas_dir}/")
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []  # None for one that has ended, or is nobody's business
         module = any(argument.startswith("elasticflow_airflow.") for argument in command)
-        if module and any(f"{argument}/".startswith(f"{layout.state_dir}/") for argument in command):
+        if module and any(f"{argument}/".startswith(folders) for argument in command):
             with suppress(psutil.NoSuchProcess):
                 ours |= {process, *process.children(recursive=True)}
     return list(ours)

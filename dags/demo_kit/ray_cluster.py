@@ -9,9 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,12 +17,9 @@ import psutil
 import ray
 
 from demo_kit.layout import DemoPaths
-from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
 
 NODES = ("node0", "node1")
 _START_LIMIT_S = 120.0
-_AWAY_S = 20.0
-_STEPS_BEFORE = 10
 
 
 class RayCluster:
@@ -62,7 +57,7 @@ class RayCluster:
             # One after the other: on one machine they may take one port.
             for number, name in enumerate(NODES, start=1):
                 self._wait("Ray runtime started.", number)
-                self._start_node(name)
+                self.start_node(name)
             self._wait("Ray runtime started.", 1 + len(NODES))
         except BaseException:
             self.close()
@@ -83,40 +78,25 @@ class RayCluster:
             "CUDA_VISIBLE_DEVICES": "",
         }
 
-    def kill_a_node_while_it_trains(self, tell: Callable[[str], None]) -> None:
-        """Kill a node, once a job trains over both, and start it again later; from a thread of its own."""
-        threading.Thread(target=self._kill_and_start, args=(tell,), name="accident", daemon=True).start()
+    def kill(self, name: str) -> None:
+        """Kill a node as a whole, as when its machine loses its power."""
+        first = self._nodes.pop(name)
+        with suppress(psutil.NoSuchProcess):
+            all_of_it = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+            for process in all_of_it:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        first.wait()
+
+    def start_node(self, name: str) -> None:
+        """Start a node, again if it was killed; it joins the cluster seconds later."""
+        self._start(name, f"--address={self._address}:{self._port}", "--num-cpus=1")
 
     def close(self) -> None:
         """End Ray, and with it the agents and workers that are left."""
         for name in list(self._nodes):
-            self._end(name)
+            self.kill(name)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _kill_and_start(self, tell: Callable[[str], None]) -> None:
-        job = None
-        while job is None:
-            time.sleep(1.0)
-            job = self._trains_on_both()
-        tell(f"killing {NODES[1]}, on which a worker of {job} trains")
-        self._end(NODES[1])
-        time.sleep(_AWAY_S)
-        tell(f"starting {NODES[1]} again")
-        self._start_node(NODES[1])
-
-    def _trains_on_both(self) -> str | None:
-        """Return the task of a job that has made some steps on both nodes."""
-        with suppress(ElasticFlowError, OSError):
-            endpoint = Endpoint(socket_path=self._layout.state_dir / "service.sock")
-            with ElasticFlowClient(endpoint, retry_for_s=0.0) as client:
-                for job in client.list_jobs(live=True):
-                    over = {node_id for node_id, _ in job.slots}
-                    if len(over) == len(NODES) and job.step >= _STEPS_BEFORE:
-                        return job.identity.task_id
-        return None
-
-    def _start_node(self, name: str) -> None:
-        self._start(name, f"--address={self._address}:{self._port}", "--num-cpus=1")
 
     def _start(self, name: str, *words: str) -> None:
         command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block", *words]
@@ -142,13 +122,3 @@ class RayCluster:
             if time.monotonic() > end_s or any(node.poll() is not None for node in self._nodes.values()):
                 raise RuntimeError(f"Ray does not start: {self._log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.1)
-
-    def _end(self, name: str) -> None:
-        """Kill a node as a whole, as when its machine loses its power."""
-        first = self._nodes.pop(name)
-        with suppress(psutil.NoSuchProcess):
-            all_of_it = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
-            for process in all_of_it:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-        first.wait()

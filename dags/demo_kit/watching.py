@@ -22,8 +22,8 @@ _QUIET = frozenset({"checkpoint", "acknowledged", "submitted", "length", "kept"}
 class Watcher:
     """Prints what is new at each look; remembers every job and event for the summary."""
 
-    def __init__(self, layout: DemoPaths, console: Console) -> None:
-        self._root, self._socket, self._console = layout.root, layout.state_dir / "service.sock", console
+    def __init__(self, layout: DemoPaths, endpoint: Endpoint, console: Console) -> None:
+        self._root, self._endpoint, self._console = layout.root, endpoint, console
         self._began_at, self._progress_at = time.monotonic(), 0.0
         self._jobs: dict[str, JobStatus] = {}
         self._events: dict[str, list[Event]] = {}
@@ -52,12 +52,12 @@ class Watcher:
 
     def look(self) -> None:
         """Print what has happened since the last look; nothing while no service answers."""
-        if self._socket.exists():
+        if self._endpoint.socket_path is None or self._endpoint.socket_path.exists():
             try:
-                with self._lock, ElasticFlowClient(Endpoint(socket_path=self._socket), retry_for_s=0) as service:
+                with self._lock, ElasticFlowClient(self._endpoint, retry_for_s=0) as service:
                     self._look_at(service)
             except ElasticFlowError:
-                return  # Not started yet, or just leaving: the next look tells more.
+                return  # Not started yet, just leaving, or without a leader: the next look tells more.
 
     def _look_often(self) -> None:
         while True:

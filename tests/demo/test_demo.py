@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support import postgres
 
 DAGS = Path(__file__).resolve().parents[2] / "dags"
 
@@ -108,6 +110,44 @@ def test_nothing_but_the_dag_is_parsed_as_one() -> None:
     assert done.stdout.strip().splitlines()[-1] == "['daily_bert_finetune'] 1"
 
 
+@pytest.fixture
+def database() -> Iterator[ModuleType]:
+    yield load("demo_database", DAGS / "demo_kit" / "database.py")
+    del sys.modules["demo_database"]
+
+
+def test_without_postgresql_the_demo_says_what_to_install(
+    database: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(database, "_PACKAGED", tmp_path)
+    assert database.why_not() == "PostgreSQL is not there (apt-get install postgresql)"
+    database.Database(tmp_path / "never-made").stop()
+
+
+@pytest.mark.postgres
+def test_the_database_of_the_demo_serves_and_leaves_nothing(database: ModuleType) -> None:
+    if (reason := postgres.why_not()) is not None:
+        pytest.skip(reason)
+    import sqlalchemy as sa
+
+    folder = Path(tempfile.mkdtemp(prefix="ef-demo-pg-"))  # Short, as its socket is below it.
+    folder.rmdir()
+    server = database.Database(folder)
+    server.start()
+    try:
+        engine = sa.create_engine(server.url.replace("postgresql:", "postgresql+psycopg:"))
+        with engine.connect() as connection:
+            assert connection.execute(sa.text("SELECT 6 * 7")).scalar_one() == 42
+        engine.dispose()
+        with pytest.raises(FileExistsError):
+            database.Database(folder).start()
+    finally:
+        database.Database(folder).stop()  # As a later run does that finds it.
+    assert not folder.exists()
+    assert [p for p in _processes() if str(folder) in p] == []
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_fine_tuning_alone_beats_the_majority_class(docstrings: ModuleType, tmp_path: Path) -> None:
@@ -143,7 +183,9 @@ def demo(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
         finally:
             process.terminate()
             process.communicate()
-    assert [p for p in _processes() if str(tmp_path / "demo") in p] == []
+    database = _database_dir(tmp_path / "demo")
+    assert [p for p in _processes() if str(tmp_path / "demo") in p or str(database) in p] == []
+    assert not database.exists()
 
 
 @pytest.mark.slow
@@ -160,14 +202,43 @@ def test_the_whole_demo(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(2400)
-def test_the_whole_demo_on_a_cluster_that_loses_a_node(tmp_path: Path) -> None:
+def test_the_whole_demo_on_a_cluster_that_loses_a_node_and_its_leader(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs Ray: pip install elasticflow-airflow[ray]")
+    if (reason := postgres.why_not()) is not None:
+        pytest.skip(reason)
     with demo(tmp_path, "--cluster") as process:
         said, _ = process.communicate(timeout=2000)
     assert process.returncode == 0, said[-8000:]
     assert "killing node1, on which a worker of " in said
     assert "node node1 is lost" in said
+    killed, successor = _kill_of_the_leader(said)
+    assert killed != successor
     assert "All deadlines met" in said
+    summary = (tmp_path / "demo" / "summary.txt").read_text()
+    meanwhile = summary.partition("What happened to the cluster meanwhile")[2]
+    for what in ("killing node1", f"killing {killed}, the replica that leads", f"{successor} decides, ", "to step "):
+        assert what in meanwhile, summary
+    assert "4 of 4 deadlines met" in meanwhile
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_ctrl_c_leaves_no_process_of_a_cluster(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install elasticflow-airflow[ray]")
+    if (reason := postgres.why_not()) is not None:
+        pytest.skip(reason)
+    said = ""
+    with demo(tmp_path, "--cluster") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said += line
+            if "started: generation" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        said += process.communicate(timeout=240)[0]
+    assert process.returncode == 130, said
+    assert " leads\n" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow
@@ -202,6 +273,27 @@ def test_longer_fine_tuning_beats_a_probe_on_the_frozen_encoder(docstrings: Modu
     subprocess.run([*evaluate, "--checkpoint", f"m={checkpoint}:64"], check=True, env=environment)
     result = json.loads(out.read_text())
     assert result["models"]["m"] > result["probe"]
+
+
+def _kill_of_the_leader(said: str) -> tuple[str, str]:
+    """Names of the replica that was killed while it led, and of the one that decided next."""
+    killed = re.search(r"killing (replica\d), the replica that leads, while finetune_\w+ trains", said)
+    assert killed is not None, said[-8000:]
+    decided = re.search(r"(replica\d) decides, [\d.]+ s after " + killed[1] + " was killed", said)
+    assert decided is not None, said[-8000:]
+    return killed[1], decided[1]
+
+
+def _database_dir(output: Path) -> Path:
+    """Where the demo with this output folder has its PostgreSQL."""
+    program = (
+        "import sys; from pathlib import Path; from demo_kit.layout import DemoPaths; "
+        "print(DemoPaths(Path(sys.argv[1])).database_dir)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(output)], cwd=DAGS, capture_output=True, text=True, check=True
+    )
+    return Path(done.stdout.strip())
 
 
 def _processes() -> list[str]:
