@@ -10,10 +10,9 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from elasticflow_airflow.service.leadership.lease import Ask, LeaseRequest
 from support.histories.modelled_time import LOST, Call, Process, Thread, World
 from support.histories.protocol import Flaw
-
-from elasticflow_airflow.service.leadership.lease import Ask, LeaseRequest
 
 IDLE_LIMIT_S = 3.0
 """A write transaction whose process says nothing for so long is ended."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any
 
+from elasticflow_airflow.service.leadership.lease import Lease, LeaseRequest, LeaseTerms
 from support.histories.database import Database, Generation, Job, Transaction
 from support.histories.modelled_time import LOST, Call, Code, Process, Thread, World
 from support.histories.nodes import Node, Push, Storage
 from support.histories.protocol import Flaw
-
-from elasticflow_airflow.service.leadership.lease import Lease, LeaseRequest, LeaseTerms
 
 _RETRY_S, _LOOK_S, _REST_S = 0.25, 1.5, 0.4
 _PASS_S, _PULL_S = 1.6, 1.2
@@ -236,12 +235,13 @@ class Replica(Process):
                     yield _REST_S
                     continue
                 jobs, generations = _applied(jobs, generations, changes)
+            decided_s = world.now_s
             world.note("decides", self.name, self.life, mandate.epoch)
             if traps and (rest_s := self._trapped("between commit and act")) is not None:
                 yield rest_s
             if Flaw.ACT_BEFORE_COMMIT not in flaws:
                 yield from self._act(mandate, links, (jobs, generations))
-            if world.now_s > world.calm_s and not parts.clients:
+            if decided_s > world.calm_s and not parts.clients:
                 stored = self._database.jobs.values()
                 world.is_over = all(job.is_over and (job.is_published or not job.result) for job in stored)
             yield _PASS_S

@@ -9,13 +9,12 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
+from elasticflow_airflow.service.leadership.lease import LeaseTerms
 from support.histories.database import Database
 from support.histories.modelled_time import LOST, Code, Process, Thread, World
 from support.histories.nodes import Node, Storage
 from support.histories.protocol import Flaw
 from support.histories.replicas import Address, Parts, Replica
-
-from elasticflow_airflow.service.leadership.lease import LeaseTerms
 
 TERMS = LeaseTerms(6.0, 2.0)
 PROMISED_DRIFT = 0.01
@@ -91,7 +90,11 @@ class _Scenario:
     def _ask_for(self, what: str, name: str, when_s: float) -> None:
         self._parts.clients += 1
         client = Process(f"client of {name}")
-        self._world.at(when_s, lambda *_: Thread(self._world, client, self._client(what, name)))
+
+        def start(*_: Any) -> None:
+            Thread(self._world, client, self._client(what, name))
+
+        self._world.at(when_s, start)
 
     def _client(self, what: str, name: str) -> Code:
         """Ask, through any replica, until there is an answer."""
