@@ -102,7 +102,7 @@ def test_without_fences_a_leader_that_never_stops_does_harm():
 
 
 def test_without_fences_even_one_that_stops_in_time_does_harm():
-    """The first line of defence alone: between looking at the clock and sending a command, a process may stand still."""
+    """The first line of defence alone: a process may stand still between a look at the clock and a command."""
     assert caught(set(FENCES), HARM, 1000)
 
 

@@ -41,7 +41,8 @@ class Violation(NamedTuple):
 def check(history: Sequence[Item], *, whatever_clocks_do: bool = False) -> list[Violation]:
     """Return what is wrong with a history, in no order.
 
-    Two replicas may take themselves for the leader where clocks do not keep their promise, unless ``whatever_clocks_do``.
+    Where clocks do not keep their promise, two replicas may take themselves for the leader, unless
+    ``whatever_clocks_do``.
     """
     return _Judge(history, whatever_clocks_do).violations()
 
@@ -170,7 +171,7 @@ class _Judge:
                     self._report(Broken.TWICE, item[0], f"{job}: {results[job]!r} and {result!r}")
 
     def _check_mandates(self) -> None:
-        """Compare them by true time: each lasts until what its holder knew last, or until it gave it up, lost it or died."""
+        """Compare them by true time: each lasts as long as its holder knew last, or until it gave it up or died."""
         spans: dict[tuple[str, int], list[list[float]]] = {}
         for item in self._items("mandate", "mandate ends", "resigns", "killed"):
             when_s, kind, name, life = item[:4]

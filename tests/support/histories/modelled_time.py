@@ -23,7 +23,9 @@ class Receiver(Protocol):
 
     name: str
     instance: int
-    is_up: bool
+
+    @property
+    def is_up(self) -> bool: ...
 
 
 class World:

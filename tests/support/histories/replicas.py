@@ -235,12 +235,13 @@ class Replica(Process):
                     yield _REST_S
                     continue
                 jobs, generations = _applied(jobs, generations, changes)
+            decided_s = world.now_s
             world.note("decides", self.name, self.life, mandate.epoch)
             if traps and (rest_s := self._trapped("between commit and act")) is not None:
                 yield rest_s
             if Flaw.ACT_BEFORE_COMMIT not in flaws:
                 yield from self._act(mandate, links, (jobs, generations))
-            if world.now_s > world.calm_s and not parts.clients:
+            if decided_s > world.calm_s and not parts.clients:
                 stored = self._database.jobs.values()
                 world.is_over = all(job.is_over and (job.is_published or not job.result) for job in stored)
             yield _PASS_S

@@ -90,7 +90,11 @@ class _Scenario:
     def _ask_for(self, what: str, name: str, when_s: float) -> None:
         self._parts.clients += 1
         client = Process(f"client of {name}")
-        self._world.at(when_s, lambda *_: Thread(self._world, client, self._client(what, name)))
+
+        def start(*_: Any) -> None:
+            Thread(self._world, client, self._client(what, name))
+
+        self._world.at(when_s, start)
 
     def _client(self, what: str, name: str) -> Code:
         """Ask, through any replica, until there is an answer."""
