@@ -27,6 +27,7 @@ from elasticflow_airflow.service.leadership.engine_records import DatabaseRecord
 from elasticflow_airflow.service.leadership.tenure import Seat
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.settings import ServiceSettings
+from elasticflow_airflow.service.store.open_store import refuse_jobs_from_elsewhere
 from elasticflow_airflow.service.store.service_lock import own_file, without_older_services
 from elasticflow_airflow.service.store.store import Store
 
@@ -105,6 +106,8 @@ class _SharedOffice:
         url = settings.store_url()
         replica_id = replica_id_of(settings.state_dir)
         with without_older_services(url, lambda said: log.warning(f"{said}; this one goes on then"), stopped):
+            if settings.engine != "fake":
+                refuse_jobs_from_elsewhere(url, settings.state_dir)
             store = Store(url, replica_id=replica_id)
         with ExitStack() as stack:
             stack.callback(store.close)

@@ -655,6 +655,26 @@ def test_logs_that_were_kept_and_not_noted_are_found(cluster: Cluster) -> None:
         assert engine.read_log("job", 1, "g000001-r000", 0, 100).data == b"said"
 
 
+def test_logs_that_only_a_service_without_others_has_are_kept(cluster: Cluster) -> None:
+    """It had no others beside it when the job ended, and nodes have cleaned up since."""
+    cluster.record()
+    leader = cluster.lease.elect()
+    logs = leader.code_root / HERE / "logs"
+    logs.mkdir(parents=True)
+    for rank in (0, 1):
+        (logs / f"g000001-r00{rank}.log.000000000000").write_text("said")
+    kept = cluster.base / "shared" / HERE / "logs" / "g000001-r001.log.000000000000"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("said, and more")  # By a node that had it then.
+    with cluster.led_by(leader) as engine:
+        wait_until(lambda: (engine.observe(), _archived(cluster))[1] == [1], "its logs are kept")
+        assert engine.read_log("job", 1, "g000001-r000", 0, 100).data == b"said"
+    remove(logs)
+    with cluster.led_by(cluster.lease.elect()) as engine:
+        assert engine.read_log("job", 1, "g000001-r000", 0, 100).data == b"said"
+        assert engine.read_log("job", 1, "g000001-r001", 0, 100).data == b"said, and more"
+
+
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_logs_are_kept_once_the_storage_is_there(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticflow_airflow.engines.cluster.log_archive.AGAIN_S", 0.05)

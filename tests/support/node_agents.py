@@ -13,9 +13,14 @@ TOKEN = "a-token-of-the-tests"
 
 
 def agent_command(
-    base: Path, node_id: str, listen: str, slots: int, shared: Path | str | None = None
+    base: Path,
+    node_id: str,
+    listen: str,
+    slots: int,
+    shared: Path | str | None = None,
+    python: Path | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command line of an agent, and its environment."""
+    """Return the command line of an agent, and its environment. ``python``: of another environment than ours."""
     options = {
         "--folder": base / node_id,
         "--shared-dir": shared or base / "shared",
@@ -24,8 +29,10 @@ def agent_command(
         "--listen": listen,
         "--slots": slots,
     }
+    ours = [sys.executable, "-c", "from elasticflow_airflow.cli.main import main; main()"]
     command = [
-        *(sys.executable, "-c", "from elasticflow_airflow.cli.main import main; main()", "node"),
+        *(ours if python is None else [str(python.with_name("elasticflow"))]),
+        "node",
         *(str(word) for pair in options.items() for word in pair),
     ]
     return command, {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ELASTICFLOW_NODE_TOKEN": TOKEN}
@@ -40,9 +47,10 @@ def start_agent(
     index: int = 0,
     *,
     shared: Path | str | None = None,
+    python: Path | None = None,
 ) -> tuple[subprocess.Popen[str], str]:
     """Start an agent, on this machine or on one of ``machines``; return its process and its address."""
-    command, env = agent_command(base, node_id, listen, slots, shared)
+    command, env = agent_command(base, node_id, listen, slots, shared, python)
     if machines is None:
         agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     else:

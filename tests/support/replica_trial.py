@@ -38,7 +38,10 @@ class ReplicaTrial:
     replicas: dict[str, Served] = field(default_factory=dict)
     agents: dict[str, tuple[subprocess.Popen[str], str]] = field(default_factory=dict)
     claims: dict[str, int] = field(default_factory=dict)
-    _key: str = field(default_factory=lambda: Fernet.generate_key().decode())
+    key: str = field(default_factory=lambda: Fernet.generate_key().decode())
+    """Of secrets, for replicas that are made next."""
+    python: Path | None = None
+    """Whose environment has the agents that are started next; None: ours."""
     _clients: list[ElasticFlowClient] = field(default_factory=list)
 
     def start(self) -> None:
@@ -58,7 +61,7 @@ class ReplicaTrial:
         """Start an agent, again where it was."""
         known = self.agents.get(node_id)
         listen = "127.0.0.1:0" if known is None else known[1].removeprefix("http://")
-        self.agents[node_id] = start_agent(self.base, node_id, listen, 1)
+        self.agents[node_id] = start_agent(self.base, node_id, listen, 1, python=self.python)
 
     def replica(self, name: str) -> Served:
         """Return a replica, which may not have been started yet."""
@@ -69,7 +72,7 @@ class ReplicaTrial:
                 "shared_dir": self.base / "shared",
                 "node_token": TOKEN,
                 "database_url": self.database_url,
-                "secret_key": self._key,
+                "secret_key": self.key,
                 "checkpoint_interval_s": 5,
                 "profile_s": 1,
                 "heartbeat_limit_s": 6,

@@ -48,6 +48,14 @@ class Served:
 
     def start(self, limit_s: float = 120.0) -> None:
         """Start it, and return when it answers."""
+        process, end = self.launch(), time.monotonic() + limit_s
+        while not self.answers():
+            assert process.poll() is None, self.log_file.read_text()[-3000:]
+            assert time.monotonic() < end, f"it has not answered for {limit_s} s"
+            time.sleep(0.1)
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """Start it, and return at once."""
         if not self.port:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -66,11 +74,7 @@ class Served:
                 start_new_session=True,
             )
         self.sessions.add(self.process.pid)
-        end = time.monotonic() + limit_s
-        while not self.answers():
-            assert self.process.poll() is None, self.log_file.read_text()[-3000:]
-            assert time.monotonic() < end, f"it has not answered for {limit_s} s"
-            time.sleep(0.1)
+        return self.process
 
     def answers(self) -> bool:
         """Whether it does, now."""

@@ -36,12 +36,7 @@ class Story:
     """Processes beside the service and its jobs."""
 
     def __post_init__(self) -> None:
-        for name in ("code", "paced", "hurried", "payroll"):
-            (self.folder / name).mkdir()
-        (self.folder / "hurried" / "hurry").touch()
-        for script in (HERE / "scripts").glob("*.py"):
-            shutil.copy(script, self.folder / "code")
-        shutil.copy(digests.__file__, self.folder / "code")
+        lay_out(self.folder)
 
     @property
     def client(self) -> ElasticFlowClient:
@@ -187,18 +182,31 @@ class Airflow:
         return end
 
 
-def begin_alone(story: Story, python: Path, epochs: int) -> Callable[[], str]:
-    """Train without any service, undisturbed; the function that is returned gives the digest of the weights."""
+def lay_out(folder: Path) -> None:
+    """Make the folder of the scripts, and those by which trainings are told to hurry."""
+    for name in ("code", "paced", "hurried", "payroll"):
+        (folder / name).mkdir()
+    (folder / "hurried" / "hurry").touch()
+    for script in (HERE / "scripts").glob("*.py"):
+        shutil.copy(script, folder / "code")
+    shutil.copy(digests.__file__, folder / "code")
+
+
+def begin_alone(folder: Path, helpers: list[subprocess.Popen[Any]], python: Path, epochs: int) -> Callable[[], str]:
+    """Train without any service, undisturbed; the function that is returned gives the digest of the weights.
+
+    ``folder`` is laid out; ``helpers``: is told of the process.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     process = subprocess.Popen(
-        [str(python), "train.py", str(epochs), str(story.folder / "hurried")],
-        cwd=story.folder / "code",
-        env=environment | {"ELASTICFLOW_CHECKPOINT_DIR": str(story.folder / "alone")},
+        [str(python), "train.py", str(epochs), str(folder / "hurried")],
+        cwd=folder / "code",
+        env=environment | {"ELASTICFLOW_CHECKPOINT_DIR": str(folder / "alone")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    story.helpers.append(process)
+    helpers.append(process)
 
     def end() -> str:
         printed, errors = process.communicate(timeout=300)

@@ -190,7 +190,7 @@ def test_killed_and_followed_by_another_installation(story: Story, before: Any) 
     """The new service comes from another folder, and the old one could put nothing away."""
     story.start(before.python)
     assert story.client.health().version == before.version() == RELEASE
-    alone = begin_alone(story, before.python, EPOCHS)
+    alone = begin_alone(story.folder, story.helpers, before.python, EPOCHS)
     jobs, undisturbed = start_jobs(story), alone()
     living = under_old_code(story, before)
     story.service.kill()
@@ -208,7 +208,7 @@ def test_killed_and_followed_by_another_installation(story: Story, before: Any) 
 def test_stopped_and_upgraded_where_it_was_installed(story: Story, before: Any, upgraded_wheel: Path) -> None:
     """``pip install --upgrade`` takes the files away from under workers that run, and tasks are deferred meanwhile."""
     story.start(before.python)
-    airflow, alone = Airflow(story), begin_alone(story, before.python, EPOCHS)
+    airflow, alone = Airflow(story), begin_alone(story.folder, story.helpers, before.python, EPOCHS)
     jobs, undisturbed = start_jobs(story), alone()
     airflow.begin(before.python, "defer", deferred(story, jobs))()
     seen_before = airflow.begin(before.python, "look", addresses(jobs))()

@@ -72,7 +72,7 @@ def engine_over(
     try:
         nodes.wait_for_nodes(wait_s)
         if leadership is not None:
-            nodes.log_archive = StorageArchive(state_dir, storage)
+            nodes.log_archive = StorageArchive(state_dir, storage, leadership.code_root.resolve())
             adopted = adopt_files(leadership.code_root.resolve(), leadership.records)
             if adopted:
                 logger.info("the records of %d jobs were taken over from files of this service", len(adopted))

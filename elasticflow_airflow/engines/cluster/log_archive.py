@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +34,13 @@ class _Task:
 
 
 class StorageArchive:
-    """The logs of incarnations below ``root``, in ``storage`` (see ``worker_logs.LogArchive``)."""
+    """The logs of incarnations below ``root``, in ``storage`` (see ``worker_logs.LogArchive``).
 
-    def __init__(self, root: Path, storage: SharedStorage) -> None:
-        self._root, self._storage = root, storage
+    ``earlier``: where a service that had no others beside it may have left those of jobs that no node has any more.
+    """
+
+    def __init__(self, root: Path, storage: SharedStorage, earlier: Path | None = None) -> None:
+        self._root, self._storage, self._earlier = root, storage, earlier
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._kept: queue.SimpleQueue[Path] = queue.SimpleQueue()
         self._problem: str | None = None
@@ -99,15 +103,17 @@ class StorageArchive:
                 for file in self._storage.names(f"{task.incarnation}/logs"):
                     self._storage.remove(f"{task.incarnation}/logs/{file}")
                 return True
-            folders = [path for _, path in job_folder.supervisor_folders(self._root, task.incarnation)]
-            if not folders:  # No node has anything of it: a service before this one may have copied its logs.
-                if self._storage.names(f"{task.incarnation}/logs"):
-                    self._kept.put(self._root / task.incarnation)
+            folder = f"{task.incarnation}/logs"
+            supervisors = [path for _, path in job_folder.supervisor_folders(self._root, task.incarnation)]
+            if supervisors:
+                over = all(job_folder.has_ended(self._root / path) for path in supervisors)
+                if not over and time.monotonic() - task.since_s < COMPLETE_LIMIT_S:
+                    return False
+                self._copy(self._root, folder)
+            elif self._earlier is not None and (self._earlier / folder).is_dir():
+                self._copy(self._earlier, folder, known=self._storage.names(folder))
+            elif not self._storage.names(folder):  # Neither a node nor a service before this one has anything of it.
                 return True
-            over = all(job_folder.has_ended(self._root / path) for path in folders)
-            if not over and time.monotonic() - task.since_s < COMPLETE_LIMIT_S:
-                return False
-            self._copy(f"{task.incarnation}/logs")
         except OSError as error:
             if self._problem != str(error):
                 logger.warning("the logs of jobs that are over cannot be kept in the shared storage: %s", error)
@@ -117,9 +123,9 @@ class StorageArchive:
         self._kept.put(self._root / task.incarnation)
         return True
 
-    def _copy(self, folder: str) -> None:
-        for path in sorted((self._root / folder).glob("*")):
-            if _is_log(f"{folder}/{path.name}") and path.is_file() and not path.is_symlink():
+    def _copy(self, root: Path, folder: str, known: Collection[str] = ()) -> None:
+        for path in sorted((root / folder).glob("*")):
+            if path.name not in known and _is_log(f"{folder}/{path.name}") and path.is_file() and not path.is_symlink():
                 data = job_folder.read_part(path, 0, worker_logs.SEGMENT_BYTES * 4)
                 self._storage.write_file(f"{folder}/{path.name}", data)
 

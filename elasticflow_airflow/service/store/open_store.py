@@ -6,15 +6,21 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from elasticflow_airflow.service.store.migrate import SchemaTooNewError
-from elasticflow_airflow.service.store.service_lock import OwnedError
+from elasticflow_airflow.service.store.migrate import SchemaTooNewError, current_revision
+from elasticflow_airflow.service.store.service_lock import FIRST_WITH_LEASE, OwnedError
+from elasticflow_airflow.service.store.store import connect_options
 
 
 class EmptiedDatabaseError(Exception):
     """The database is empty, but the files next to it show that it once was not."""
 
 
-CANNOT_OPEN = (sa.exc.SQLAlchemyError, SchemaTooNewError, EmptiedDatabaseError, OwnedError, ImportError, OSError)
+class JobsElsewhereError(Exception):
+    """What live jobs need is in the state directory of the service of an earlier release, and not in this one."""
+
+
+_EXPLAINED = (OwnedError, SchemaTooNewError, EmptiedDatabaseError, JobsElsewhereError)
+CANNOT_OPEN = (sa.exc.SQLAlchemyError, *_EXPLAINED, ImportError, OSError)
 """The exceptions that opening a database may raise."""
 
 
@@ -41,9 +47,36 @@ def refuse_emptied(url: str, state_dir: Path) -> None:
         )
 
 
+def refuse_jobs_from_elsewhere(url: str, state_dir: Path) -> None:
+    """Raise JobsElsewhereError for the live jobs of a release that knew no replicas, without its state directory.
+
+    The engine's records of them, their code and the key of their secrets are only there; whoever upgrades the database
+    elsewhere would start all of them again, if it could. To be called before the database is upgraded, for engines with
+    workers. Raises what the driver raises.
+    """
+    if (state_dir / "engine").is_dir():  # A service that has no others beside it keeps its records there.
+        return
+    engine = sa.create_engine(url, connect_args=connect_options(url), poolclass=sa.pool.NullPool)
+    try:
+        revision = current_revision(engine)
+        if revision is None or revision >= FIRST_WITH_LEASE:
+            return
+        with engine.connect() as connection:
+            live = connection.scalar(sa.text("SELECT count(*) FROM incarnation WHERE NOT terminal"))
+    finally:
+        engine.dispose()
+    if live:
+        raise JobsElsewhereError(
+            f"this database holds unfinished jobs ({live}) of a release that knew no replicas: what their workers and"
+            f" their code are is known in the state directory of its service, and not in {state_dir}. Start one service"
+            " of this release on that directory first, then others. If that directory is lost, make an empty folder"
+            f" {state_dir / 'engine'}: jobs whose workers are unknown start again"
+        )
+
+
 def why_not(error: Exception, url: str) -> str:
     """Return the explanation as one sentence. It never shows the whole ``url``, which may hold a password."""
-    if isinstance(error, OwnedError | SchemaTooNewError | EmptiedDatabaseError):
+    if isinstance(error, _EXPLAINED):
         return str(error)
     if isinstance(error, ImportError):
         return f"the driver for the database is not installed ({error}): pip install 'elasticflow-airflow[postgres]'"

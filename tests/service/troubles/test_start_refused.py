@@ -31,6 +31,7 @@ from elasticflow_airflow.client import (
 from elasticflow_airflow.service.__main__ import main
 from elasticflow_airflow.service.store import service_lock
 from elasticflow_airflow.service.store.migrate import current_revision
+from elasticflow_airflow.service.store.open_store import refuse_jobs_from_elsewhere
 from elasticflow_airflow.service.store.store import Store
 from elasticflow_airflow.service.store.tables import SnapshotRow
 
@@ -262,6 +263,37 @@ def test_what_was_upgraded_is_opened_at_once(postgres_url, older_service):
     Store(postgres_url).close()
     with service_lock.without_older_services(postgres_url, lambda _: None, lambda: True):
         pass
+
+
+@pytest.mark.postgres
+def test_the_first_replica_must_have_the_folder_of_the_service_that_was_alone(postgres_url, tmp_path, start):
+    engine = sa.create_engine(postgres_url, isolation_level="AUTOCOMMIT")
+
+    def as_of_the_release_before(terminal: str) -> None:
+        with engine.connect() as connection:
+            connection.exec_driver_sql("CREATE TABLE alembic_version (version_num varchar(32))")
+            connection.exec_driver_sql("INSERT INTO alembic_version VALUES ('0011')")
+            connection.exec_driver_sql("CREATE TABLE incarnation (terminal boolean)")
+            connection.exec_driver_sql(f"INSERT INTO incarnation VALUES (true), ({terminal})")
+
+    refuse_jobs_from_elsewhere(postgres_url, tmp_path)  # A new database.
+    as_of_the_release_before("false")
+    for kind in ("cluster", "local"):
+        status, (line,) = start(database_url=postgres_url, engine=kind)
+        assert status == 1
+        assert re.search(rf"unfinished jobs \(1\) .* not in {tmp_path}\. Start one service .* directory first", line)
+        assert current_revision(engine) == "0011"
+    (tmp_path / "engine").mkdir()
+    refuse_jobs_from_elsewhere(postgres_url, tmp_path)
+    (tmp_path / "engine").rmdir()
+    with engine.connect() as connection:
+        connection.exec_driver_sql("UPDATE incarnation SET terminal = true")
+    refuse_jobs_from_elsewhere(postgres_url, tmp_path)
+    with engine.connect() as connection:
+        connection.exec_driver_sql("UPDATE incarnation SET terminal = false")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0012'")
+    refuse_jobs_from_elsewhere(postgres_url, tmp_path)
+    engine.dispose()
 
 
 # -- folders that differ -----------------------------------------------------------------------------------------
