@@ -160,7 +160,7 @@ def test_keys_are_read_from_the_environment_or_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [("no-key-at-all", "key 2 of 2 is no Fernet key"), (f"{OLD[:-2]}", "key 2 of 2 is no"), ("schlüssel", "key 2 of")],
+    [("no-key-at-all", "key 2 of 2 is no Fernet key"), ("A" * 42, "key 2 of 2 is no"), ("schlüssel", "key 2 of")],
 )
 def test_a_key_that_is_none_is_refused_with_how_to_make_one_and_never_shown(tmp_path, given, said):
     with pytest.raises(ValidationError) as refused:
