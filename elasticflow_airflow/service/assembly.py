@@ -15,7 +15,7 @@ from elasticflow_airflow.service.http.parts import InsightServices, ServiceParts
 from elasticflow_airflow.service.job_files.candidates import CandidateService
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
 from elasticflow_airflow.service.leadership.replicas import Replicas
-from elasticflow_airflow.service.leadership.shared_key import agree_on_key
+from elasticflow_airflow.service.leadership.shared_key import agree_on_key, forget_lost_key
 from elasticflow_airflow.service.leadership.tenure import Seat, Tenure
 from elasticflow_airflow.service.loop.reconcile import Reconciler
 from elasticflow_airflow.service.notify import Notifier
@@ -70,6 +70,7 @@ class Assembly:
         )
         secrets = SecretBox(settings.state_dir / "secret.key", settings.read_secret_keys())
         if store.is_shared:
+            forget_lost_key(store, secrets)
             agree_on_key(store, secrets)
         return cls(settings, store, notifier, seat, snapshots, secrets, clock, monotonic)
 

@@ -23,6 +23,7 @@ from elasticflow_airflow.service.leadership.lease import Lease, LeaseTerms
 from elasticflow_airflow.service.leadership.lease_table import GIVEN_UP, LeaseTable
 from elasticflow_airflow.service.leadership.news import News, tell
 from elasticflow_airflow.service.leadership.replicas import SAY_EVERY_S, Replicas
+from elasticflow_airflow.service.leadership.shared_key import agree_on_key
 from elasticflow_airflow.service.store.service_lock import OwnedError, refused
 from elasticflow_airflow.service.store.store import DATABASE_AWAY, LostOwnershipError, Store
 from elasticflow_airflow.service.store.tables import LeaderRow
@@ -151,6 +152,7 @@ class Election:
         The first tenure of a process that is elected at once is there when this returns; EngineError if it cannot be.
         """
         self.replicas.say()
+        agree_on_key(self._assembly.store, self._assembly.secrets)  # Another one may have started at the same moment.
         lease = self.leadership.lease
         request = lease.request()
         self.leadership.view, granted = self._table.ask(request)

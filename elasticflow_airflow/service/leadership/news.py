@@ -77,7 +77,7 @@ class News:
     def _listen(self, connection: sa.Connection) -> None:
         driver: Any = connection.connection.driver_connection
         driver.execute(f'LISTEN "{self._channel}"')
-        driver.execute("SELECT pg_notify(%s, %s)", (self._channel, f"{self._me} {_ECHO}"))
+        tell(self._engine, self._channel, self._me, _ECHO)  # On a connection of its own: as others do.
         asked_s, echoed = time.monotonic(), False
         self._heard("")  # What was written while nobody listened.
         while not self._stop.is_set():

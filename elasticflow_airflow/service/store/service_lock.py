@@ -45,8 +45,9 @@ class OwnedError(Exception):
 @contextmanager
 def own_file(url: str, card: Card) -> Iterator[None]:
     """Own the file of an SQLite database. Raises OwnedError at once if another service owns it."""
-    file = sa.make_url(url).database or ":memory:"
-    if file.startswith((":memory:", "file:")):
+    parsed = sa.make_url(url)
+    file = parsed.database or ":memory:"
+    if parsed.get_backend_name() != "sqlite" or file.startswith((":memory:", "file:")):
         yield
         return
     descriptor = os.open(f"{Path(file).resolve()}.owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

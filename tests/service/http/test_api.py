@@ -81,7 +81,7 @@ async def test_without_the_token_every_route_says_401(world, headers):
     async with open_app(app) as http:
         for method, path in routes:
             answer = await http.request(method, path, headers=headers, content=b"{}")
-            if path == "/healthz":
+            if path in ("/healthz", "/readyz"):
                 assert (answer.status_code, answer.text) == (200, "ok")
                 continue
             assert answer.status_code == 401, (method, path)
@@ -263,6 +263,7 @@ async def test_when_nobody_can_write_everybody_else_is_answered_and_too_many_are
         await asyncio.sleep(0)
         for _ in range(20):
             assert (await http.get("/healthz")).text == "ok"
+            assert (await http.get("/readyz")).text == "ok"
             assert (await http.get(f"/v1/jobs/{job.job.job_id}")).status_code == 200
             assert (await http.get("/v1/health")).status_code == 200
         async with asyncio.timeout(60):

@@ -27,7 +27,7 @@ from elasticflow_airflow.service.assembly import assemble
 from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.job_files.candidates import CandidateService
 from elasticflow_airflow.service.job_files.snapshots import SnapshotLostError, SnapshotRefusedError, Snapshots
-from elasticflow_airflow.service.leadership.shared_key import OtherKeyError, agree_on_key
+from elasticflow_airflow.service.leadership.shared_key import OtherKeyError, agree_on_key, forget_lost_key
 from elasticflow_airflow.service.loop.reconcile import Reconciler
 from elasticflow_airflow.service.loop.retention import Retention
 from elasticflow_airflow.service.notify import Notifier
@@ -38,7 +38,7 @@ from elasticflow_airflow.service.store import snapshot_archives
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
 from elasticflow_airflow.service.store.snapshot_archives import KEPT_AT_LEAST_S, SnapshotArchives
 from elasticflow_airflow.service.store.store import Store
-from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow, LeaderRow, SnapshotRow
+from elasticflow_airflow.service.store.tables import IncarnationRow, JobRow, LeaderRow, ReplicaRow, SnapshotRow
 
 DAY_S = 86400.0
 OLD, NEW = (Fernet.generate_key().decode() for _ in range(2))
@@ -358,6 +358,21 @@ def test_keys_in_the_folders_of_two_services_are_two_keys(store, tmp_path):
         agree_on_key(store, box(tmp_path / "other"))
 
 
+def test_a_key_that_was_lost_is_forgotten_where_nothing_and_nobody_needs_it(store, tmp_path):
+    agree_on_key(store, box(tmp_path / "one"))
+    other = box(tmp_path / "other")
+    with store.write() as tx:
+        tx.add(ReplicaRow(replica_id="one", seen_at=store.clock() - 5.0))
+    forget_lost_key(store, other)
+    with pytest.raises(OtherKeyError):
+        agree_on_key(store, other)
+    with store.write() as tx:
+        tx.session.get(ReplicaRow, "one").seen_at = store.clock() - 100.0
+    forget_lost_key(store, other)
+    agree_on_key(store, other)
+    assert noted(store) == other.key_id
+
+
 def test_a_key_is_replaced_without_a_moment_in_which_a_service_cannot_read(store, tmp_path):
     """As the how-to tells: the new key last, then first, then alone; one service after the other each time."""
     one, other = tmp_path / "one", tmp_path / "other"
@@ -505,8 +520,9 @@ def test_a_job_whose_code_is_lost_fails_with_the_reason_and_no_other_does(start,
 
 
 @pytest.mark.postgres
-def test_keys_of_two_services_that_differ_are_told_at_the_start(start):
-    start("one")
+def test_keys_of_two_services_that_differ_are_told_at_the_start(start, tmp_path):
+    one = start("one")
+    one.submit(upload(one.snapshots, code(tmp_path / "code").tar), secret_env={"TOKEN": "hunter2"})
     start("one")
     with pytest.raises(OtherKeyError, match="which this service does not have"):
         start("other")
