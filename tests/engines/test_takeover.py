@@ -5,6 +5,7 @@ Real node agents behind real sockets; supervisors and workers are played by this
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
@@ -82,6 +83,8 @@ class Node:
     thread: threading.Thread | None = None
     asked: list[str] = field(default_factory=list)
     """The paths of all requests."""
+    pull_pause_s: float = 0.0
+    """For so long it does not answer a pull."""
 
     @property
     def root(self) -> Path:
@@ -111,6 +114,8 @@ class Node:
 
         async def noting(scope: Any, receive: Any, send: Any) -> None:
             self.asked.append(scope.get("path", ""))
+            if self.pull_pause_s and self.asked[-1] == "/pull":
+                await asyncio.sleep(self.pull_pause_s)
             await app(scope, receive, send)
 
         config = uvicorn.Config(noting, port=self.port, log_level="error", lifespan="off")
@@ -601,6 +606,30 @@ def test_nothing_is_done_for_a_leader_that_cannot_be_remembered(
 
 
 # Logs of jobs that are over.
+
+
+def test_a_node_whose_agent_is_exchanged_stays_in_the_inventory(cluster: Cluster) -> None:
+    """It was not silent for long; what it had is not looked for elsewhere before the new agent tells of it."""
+    gang = cluster.gang()
+    cluster.record(gang)
+    for node in cluster.nodes:
+        cluster.lay(node, gang)
+    engine, exchanged = cluster.open(cluster.lease.elect(), suspicion_s=30.0), cluster.nodes[0]
+    try:
+        assert states(engine)[1].state is GangState.RUNNING
+        exchanged.stop()
+        exchanged.pull_pause_s = 0.5
+        exchanged.asked.clear()
+        exchanged.start()
+
+        def new_one_is_heard() -> bool:
+            assert [node.node_id for node in engine.inventory()] == [node.name for node in cluster.nodes]
+            return exchanged.asked.count("/pull") > 1
+
+        wait_until(new_one_is_heard, "the new agent has answered")
+        assert states(engine)[1].state is GangState.RUNNING
+    finally:
+        engine.close()
 
 
 def test_the_log_of_a_job_that_is_over_is_read_by_the_next_leader(cluster: Cluster) -> None:

@@ -355,7 +355,8 @@ class NodeLink:
             self._fencing.above(found.epoch)
         self._best_trip_s = float("inf")
         self._compare_clocks(asked_s, took_s, found.now_s)
-        self.is_current = False
+        if self.introduction is None or found.facts.nodes != self.introduction.facts.nodes:
+            self.is_current = False  # Otherwise only the agent was exchanged: that alone is no silence of the node.
         self._sent.clear()
         self._came.clear()
         self._started.clear()
