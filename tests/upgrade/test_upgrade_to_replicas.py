@@ -30,6 +30,7 @@ from elasticflow_airflow.client import snapshot_folder
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 pytestmark = [pytest.mark.slow, pytest.mark.postgres, pytest.mark.timeout(900)]
+KILLED = pytest.param(signal.SIGKILL, marks=pytest.mark.soak)
 
 EPOCHS, SAMPLES = 60, 640
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -170,7 +171,7 @@ def upgrade(tmp_path: Path, database: str, without_replicas: Any) -> Iterator[Up
     nobody_is_left(made.base)
 
 
-@pytest.mark.parametrize("stopped_by", [signal.SIGTERM, signal.SIGKILL], ids=lambda one: one.name)
+@pytest.mark.parametrize("stopped_by", [signal.SIGTERM, KILLED], ids=lambda one: one.name)
 def test_jobs_on_nodes_train_on_under_replicas(upgrade: Upgrade, without_replicas: Any, stopped_by: signal.Signals):
     """Agents are exchanged first, then the service, and then there are two."""
     first, url, helpers = upgrade.replica("first"), upgrade.database_url, list[subprocess.Popen[Any]]()
@@ -271,7 +272,7 @@ def workers_of(story: Story, job_id: str) -> int:
     return int(changes[-1].data["workers"]) if changes else 0
 
 
-@pytest.mark.parametrize("stopped_by", [signal.SIGTERM, signal.SIGKILL], ids=lambda one: one.name)
+@pytest.mark.parametrize("stopped_by", [signal.SIGTERM, KILLED], ids=lambda one: one.name)
 def test_the_release_before_is_followed_on_its_machine(story: Story, before: Any, stopped_by: signal.Signals):
     """One service on PostgreSQL stays one; nobody changes its tables while it runs."""
     url = str(story.service.settings["database_url"])

@@ -47,6 +47,8 @@ class Forwarding:
     def __init__(self, app: ASGIApp, parts: ServiceParts) -> None:
         self._app, self._parts = app, parts
         self._client: httpx.AsyncClient | None = None
+        self._complained = ""
+        """The address of the leader that could not be asked last."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request here, or pass it on."""
@@ -75,14 +77,21 @@ class Forwarding:
         try:
             found = await self._while_it_leads(asking, url, limit_s)
         except httpx.HTTPError as error:
-            log.info("the leader cannot be asked", url=url, problem=str(error) or type(error).__name__)
+            self._complain(url, str(error) or type(error).__name__)
             return None
+        self._complained = ""
         if found is None:
             return None
         if found.status_code == httpx.codes.SERVICE_UNAVAILABLE and '"no_leader"' in found.text:
             return None
         given = {name: value for name, value in found.headers.items() if name in _ANSWERED}
         return Response(found.content, found.status_code, given)
+
+    def _complain(self, url: str, problem: str) -> None:
+        """Log why the leader cannot be asked, once until it can: clients ask again and again."""
+        if self._complained != url:
+            log.warning("the leader cannot be asked", url=url, problem=problem)
+        self._complained = url
 
     def _trusted(self) -> ssl.SSLContext:
         """Return whom to believe: the usual authorities, and the certificate that all replicas have."""
