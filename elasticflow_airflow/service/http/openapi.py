@@ -1,7 +1,7 @@
 """Makes the OpenAPI document of the HTTP API from the application, for the reference and for client generators.
 
 ``python -m elasticflow_airflow.service.http.openapi`` prints it. A running service does not serve it: only
-``/healthz`` answers without the token.
+``/healthz`` and ``/readyz`` answer without the token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elasticflow_airflow.service.http.connections import STATUSES as OF_CONNECTI
 from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.refusal import MEANINGS
 
-_OPEN = ("/healthz",)
+_OPEN = ("/healthz", "/readyz")
 _ALL = (401, 500, 503)
 """The refusals of every call except the open ones."""
 _WITH_ARGUMENTS = (422,)

@@ -11,7 +11,6 @@ that nodes have seen (Kleppmann's fencing token; the lease follows Gray and Cher
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -121,11 +120,10 @@ class Lease:
         self._resigned = True
 
     def stand_again(self) -> None:
-        """Ask for the lease again, after it was given up: nothing is decided before the database has answered.
+        """Ask for the lease again, after it was given up, as if it had never been held: with a new epoch.
 
-        The answer to the request that gave it up may not have come: then another replica may have the lease by now.
+        A request that gave it up may still be on its way, though nobody waits for it any more: it may end the old epoch
+        after it was renewed.
         """
-        held = self._held
-        if held is not None:
-            self._held = (held[0], -math.inf)
+        self._held = None
         self._resigned = False

@@ -82,6 +82,7 @@ def caught(flaws: set[Flaw], by: set[Broken], seeds: int) -> bool:
         (Flaw.RAISE_WITHOUT_CONDITION, Broken.EPOCH_FALLS, 100),
         (Flaw.DECIDE_ON_STALE_ROWS, Broken.CANCELLED_FINISHED, 2000),
         pytest.param(Flaw.RAISE_WITHOUT_RENEWAL, Broken.TWO_MANDATES, 50_000, marks=pytest.mark.soak),
+        pytest.param(Flaw.RENEWS_AFTER_GIVING_UP, Broken.TWO_MANDATES, 50_000, marks=pytest.mark.soak),
         pytest.param(Flaw.STANDS_AGAIN_AT_ONCE, Broken.TWO_MANDATES, 50_000, marks=pytest.mark.soak),
     ],
     ids=lambda value: value.name if isinstance(value, Flaw | Broken) else str(value),

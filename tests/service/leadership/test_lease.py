@@ -136,18 +136,19 @@ def test_the_settings_say_what_is_wrong_with_such_a_lease(monkeypatch):
     assert "a lease of 3 s cannot be held with a renewal every 2 s" in problems_of(found.value)[0]
 
 
-def test_who_stands_again_decides_only_after_an_answer(lease, clock):
-    """The answer to the request that gave it up was lost: another replica may lead by now."""
+def test_who_stands_again_asks_for_another_epoch(lease, clock):
+    """The request that gave it up was not answered: another replica may lead, or it may arrive yet."""
     elected(lease, 3)
     lease.resign()
-    assert lease.request().ask is Ask.GIVE_UP
+    late = lease.request()
+    assert late.ask is Ask.GIVE_UP
     clock.now_s += 1.0
     lease.stand_again()
     assert not lease.may_decide()
-    renewal = lease.request()
-    assert (renewal.ask, renewal.epoch) == (Ask.RENEW, 3)
-    lease.answered(renewal, 3)  # it had never arrived
-    assert lease.may_decide(3)
+    assert lease.request().ask is Ask.TAKE
+    elected(lease, 4)
+    lease.answered(late, 3)
+    assert lease.may_decide(4)
 
 
 def test_the_row_is_asked_one_request_at_a_time():

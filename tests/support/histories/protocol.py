@@ -38,6 +38,8 @@ class Flaw(Enum):
     """Raising the epoch lengthens the right to decide, but not the lease."""
     STANDS_AGAIN_AT_ONCE = auto()
     """Who stands again decides though the lease was given up, as the answer to that has not come."""
+    RENEWS_AFTER_GIVING_UP = auto()
+    """Who stands again renews the epoch that a request which is still on its way gives up."""
     DECIDE_ON_STALE_ROWS = auto()
     """A decision is stored though what it relied on has changed."""
 

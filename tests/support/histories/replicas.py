@@ -41,6 +41,15 @@ class EndlessLease(Lease):
         return held is not None and not self._resigned and epoch in (None, held[0])
 
 
+class FaithfulLease(Lease):
+    """Keeps its epoch though it was given up, if the answer to that has not come."""
+
+    def stand_again(self) -> None:
+        held = self._held
+        super().stand_again()
+        self._held = None if held is None else (held[0], float("-inf"))
+
+
 class HastyLease(Lease):
     """Is valid again as soon as its holder stands again."""
 
@@ -52,6 +61,7 @@ _LEASES = {
     Flaw.VALID_FROM_ANSWER: LateLease,
     Flaw.NEVER_STOPS: EndlessLease,
     Flaw.STANDS_AGAIN_AT_ONCE: HastyLease,
+    Flaw.RENEWS_AFTER_GIVING_UP: FaithfulLease,
 }
 
 
@@ -128,8 +138,9 @@ class Replica(Process):
         """Leave the lease to others for a while, as it cannot open its engine."""
         self.resign()
         yield _ENGINE_REST_S
+        before = self.lease.epoch
         self.lease.stand_again()
-        self._note_mandate(None)
+        self._note_mandate(before)
         self._lease_thread.wake()
 
     def hear(self, *_: Any) -> None:
