@@ -119,12 +119,12 @@ class FaultyReplicas(FaultyTrial):
 
     def story(self) -> str:
         lines = []
-        for index in REPLICAS:
-            log = self.base / f"replica{index}" / "served.log"
-            said = log.read_text(errors="replace").splitlines()[-40:] if log.exists() else []
-            lines += [f"-- replica {index}", *said]
         with suppress(ElasticFlowError):
             lines.append(super().story())
+        for index in REPLICAS:
+            log = self.base / f"replica{index}" / "served.log"
+            said = log.read_text(errors="replace").splitlines() if log.exists() else []
+            lines += [f"-- replica {index}", *[line for line in said if "job_id='crowd-" not in line][-60:]]
         return "\n".join(lines)
 
     # -- faults of replicas and of the database: they befall no machine of the nodes.

@@ -80,9 +80,9 @@ class FaultyTrial(ClusterTrial):
 
     def story(self) -> str:
         """What has happened, and what is now."""
-        lines = [super().story(), *(f"problem: {problem}" for problem in self.client.health().problems)]
-        lines += [repr(self.client.status(job)) for job in self.claims]
-        return "\n".join(lines)
+        lines = [repr(self.client.status(job)) for job in self.claims]
+        lines += [f"problem: {problem}" for problem in self.client.health().problems]
+        return "\n".join([*lines, super().story()])
 
     # -- faults. Each returns what undoes it.
 

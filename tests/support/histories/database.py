@@ -193,6 +193,8 @@ class Database:
         self._world.request(thread, self, WAIT_LIMIT_S, self._begin, transaction)
 
     def _begin(self, call: Call, transaction: Transaction) -> None:
+        if transaction.call is not None:
+            return  # A connection does not double what it carries, and what has ended does not begin again.
         transaction.call = call
         self._waiting.append(transaction)
         self._next()
