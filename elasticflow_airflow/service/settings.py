@@ -147,6 +147,7 @@ class ServiceSettings(BaseSettings):
     profile_s: float = Field(default=3.0, gt=0)
     """A size is measured after ``profile_steps`` steps that took at least a third of this, or after this time."""
     profile_limit_s: float = Field(default=60.0, gt=0)
+    """After this time the steps that were seen have to do."""
     profile_startup_s: float = Field(default=120.0, gt=0)
 
     explore_gain: float = Field(default=0.35, ge=0, lt=1)

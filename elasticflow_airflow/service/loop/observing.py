@@ -46,6 +46,8 @@ from elasticflow_airflow.service.store.transitions import ORDERED, advance, move
 
 Secrets = Callable[[IncarnationRow], Mapping[str, str]]
 _MOST_REFUSED = 100
+_LAST_LOOK_S = 2.0
+"""So long before the time for a size is over, what was seen of it has to do."""
 """The most fields out of bounds that a job is warned about."""
 
 
@@ -513,11 +515,17 @@ def _tell_progress(context: PassContext, row: IncarnationRow, generation: Genera
         return
     _measure(context, row, generation)
     if generation.purpose == Purpose.PROFILE and not generation.notes.measured:
-        speed = speed_measurement.measured_speed(generation.window, context.enough)
+        speed, how = speed_measurement.measured_speed(generation.window, context.enough), "measured"
+        if speed is None and context.now >= _profiled_until_s(context, row) - _LAST_LOOK_S:
+            # Its steps are slow. A size that is known roughly can be used, and one that is not known never can.
+            speed, how = speed_measurement.rough_speed(generation.window), "measured in a few steps only:"
         if speed is not None:
             generation.notes = replace(generation.notes, measured=True)
             reason = Reason(
-                "measured {speed:.3g} steps/s with {workers:#worker}", speed=speed, workers=generation.workers
+                "{how:text} {speed:.3g} steps/s with {workers:#worker}",
+                how=how,
+                speed=speed,
+                workers=generation.workers,
             )
             context.event(MeasuredData(workers=generation.workers, steps_per_s=speed), reason, row)
             if not row.submission.scaling_curve:  # Even if it is refused, its next run need not measure this again.
@@ -530,6 +538,12 @@ def _tell_progress(context: PassContext, row: IncarnationRow, generation: Genera
     report = loss_target.progress(row, speed=speed)
     if report is not None:
         context.progressed[row.job_id] = report
+
+
+def _profiled_until_s(context: PassContext, row: IncarnationRow) -> float:
+    """Return when the scheduler gives up to measure the size that a job has now; infinite if it measures none."""
+    state = context.scheduler.state(row.job_id)
+    return math.inf if state is None or state.profile_until_s is None else state.profile_until_s
 
 
 def _tell_progress_meanwhile(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:

@@ -93,6 +93,20 @@ def test_sizes_stay_powers_of_two_within_the_limits(make_world):
     assert {g.workers for g in world.generations(job)} <= {2, 4}
 
 
+def test_a_size_with_slow_steps_is_known_roughly_and_used(make_world):
+    """One that the time for measuring did not suffice for could never be used again, though no larger one was left."""
+    world = make_world(nodes=2, slots=1)
+    job = world.submit(within=3600, steps=30, max_workers=2, fake={"steps_per_s": {"1": 0.05, "2": 0.08}})
+    world.until(lambda: world.status(job).verdict.decision == "admitted", "it is admitted")
+    first = world.events(job, "measured")[0]
+    assert (first.data["workers"], first.data["steps_per_s"]) == (1, pytest.approx(0.05, rel=0.2))
+    assert "in a few steps only" in first.reason
+    world.until(lambda: world.status(job).workers == 2, "it trains with two")
+    world.engine.remove_node("node1")
+    world.until(lambda: world.status(job).workers == 1, "it goes on with one")
+    assert world.ended(job, 1200).result.met
+
+
 def test_on_a_full_cluster_measuring_waits_and_then_names_scaling_curve(world):
     slow = {"steps_per_s": {"4": 16.0}}
     full = world.submit(task="full", within=170, steps=1600, min_workers=4, scaling_curve={4: 16.0}, fake=slow)

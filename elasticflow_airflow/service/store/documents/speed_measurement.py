@@ -18,7 +18,9 @@ class SpeedMeasurement:
     done: int = 0
     """Steps since the generation began."""
     skipped: int = 0
-    """Those of them that do not count, because of warm-up."""
+    """Those of them that do not count, because of warm-up ..."""
+    skipped_seconds: float = 0.0
+    """... and their total duration."""
     steps: int = 0
     """The steps that count ..."""
     seconds: float = 0.0
@@ -43,7 +45,8 @@ def add_window(before: SpeedMeasurement, steps: int, seconds: float, enough: Eno
         return before  # Two reports closer than the resolution of the clock measure nothing.
     done = before.done + steps
     if before.skipped < enough.skip_steps:
-        return replace(before, done=done, skipped=before.skipped + steps)
+        skipped_seconds = before.skipped_seconds + seconds
+        return replace(before, done=done, skipped=before.skipped + steps, skipped_seconds=skipped_seconds)
     fade = math.exp(-seconds / _MEMORY_S)
     return replace(
         before,
@@ -62,6 +65,17 @@ def measured_speed(measurement: SpeedMeasurement, enough: Enough) -> float | Non
         return None
     if seconds >= enough.seconds or (steps >= enough.steps and seconds >= enough.seconds / 3):
         return steps / seconds
+    return None
+
+
+def rough_speed(measurement: SpeedMeasurement) -> float | None:
+    """Return the steps/s of the few steps that were seen, if need be of those of the warm-up; None without any."""
+    for steps, seconds in (
+        (measurement.steps, measurement.seconds),
+        (measurement.skipped, measurement.skipped_seconds),
+    ):
+        if steps > 0 and seconds > 0:
+            return steps / seconds
     return None
 
 
