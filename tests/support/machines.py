@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support.quiet_network import quiet_network
+
 _NUMBERS = itertools.count()
 
 
@@ -37,6 +39,11 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
+def _without_own_address(link: str) -> None:
+    """Have an interface give itself no address of IPv6 when it comes up (without IPv6 it does not anyway)."""
+    subprocess.run(["ip", "link", "set", link, "addrgenmode", "none"], capture_output=True, check=False)
+
+
 class Machines:
     """A bridge with some machines; the service, outside of them, has the address ``<subnet>.1``."""
 
@@ -51,12 +58,15 @@ class Machines:
         self._inits: dict[int, subprocess.Popen[str]] = {}
         try:
             _ip("link", "add", self._tag, "type", "bridge")
-            _ip("addr", "add", f"{self.outside}/24", "dev", self._tag)
-            _ip("link", "set", self._tag, "up")
+            _without_own_address(self._tag)
+            with quiet_network():
+                _ip("addr", "add", f"{self.outside}/24", "dev", self._tag)
+                _ip("link", "set", self._tag, "up")
             for index, address in enumerate(self.addresses):
                 space = self._space(index)
                 _ip("netns", "add", space)
                 _ip("link", "add", space, "type", "veth", "peer", "name", "eth0", "netns", space)
+                _without_own_address(space)
                 _ip("link", "set", space, "master", self._tag, "up")
                 _ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
                 _ip("-n", space, "link", "set", "eth0", "up")
@@ -138,7 +148,8 @@ class Machines:
         for index in range(len(self.addresses)):
             subprocess.run(["ip", "link", "del", self._space(index)], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", self._space(index)], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", self._tag], capture_output=True, check=False)
+        with quiet_network():
+            subprocess.run(["ip", "link", "del", self._tag], capture_output=True, check=False)
 
     def _space(self, index: int) -> str:
         return f"{self._tag}-{index}"

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.quiet_network import quiet_network
 
 from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length, State
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint
@@ -262,9 +263,10 @@ def look(site: Site, chromium: Any) -> Iterator[Callable[..., Any]]:
         page.goto(site.url + path)
         return page
 
-    yield open_page
-    for context in opened:
-        context.close()
+    with quiet_network():
+        yield open_page
+        for context in opened:
+            context.close()
     assert complaints == []
 
 
