@@ -46,9 +46,9 @@ from elasticflow_airflow.service.store.transitions import ORDERED, advance, move
 
 Secrets = Callable[[IncarnationRow], Mapping[str, str]]
 _MOST_REFUSED = 100
+"""The most fields out of bounds that a job is warned about."""
 _LAST_LOOK_S = 2.0
 """So long before the time for a size is over, what was seen of it has to do."""
-"""The most fields out of bounds that a job is warned about."""
 
 
 class Inbox:
@@ -515,17 +515,17 @@ def _tell_progress(context: PassContext, row: IncarnationRow, generation: Genera
         return
     _measure(context, row, generation)
     if generation.purpose == Purpose.PROFILE and not generation.notes.measured:
-        speed, how = speed_measurement.measured_speed(generation.window, context.enough), "measured"
+        speed, few = speed_measurement.measured_speed(generation.window, context.enough), ""
         if speed is None and context.now >= _profiled_until_s(context, row) - _LAST_LOOK_S:
             # Its steps are slow. A size that is known roughly can be used, and one that is not known never can.
-            speed, how = speed_measurement.rough_speed(generation.window), "measured in a few steps only:"
+            speed, few = speed_measurement.rough_speed(generation.window), ", in a few steps only"
         if speed is not None:
             generation.notes = replace(generation.notes, measured=True)
             reason = Reason(
-                "{how:text} {speed:.3g} steps/s with {workers:#worker}",
-                how=how,
+                "measured {speed:.3g} steps/s with {workers:#worker}{few}",
                 speed=speed,
                 workers=generation.workers,
+                few=few,
             )
             context.event(MeasuredData(workers=generation.workers, steps_per_s=speed), reason, row)
             if not row.submission.scaling_curve:  # Even if it is refused, its next run need not measure this again.
