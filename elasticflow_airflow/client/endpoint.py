@@ -19,6 +19,9 @@ MOST_ADDRESSES: Final = 16
 _FORMS: Final = "http://host:port, https://host:port or unix:///path"
 _CONNECT_S: Final = 3.0
 """Time limit for connecting to one of several replicas, in seconds: another one may answer meanwhile."""
+_IDLE_S: Final = 4.0
+"""Less than the five seconds after which the service closes an idle connection, so as not to use a closing one."""
+_LIMITS: Final = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=_IDLE_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +112,14 @@ class Endpoint:
             "timeout": timeout_s,
             "verify": self._tls,
             "trust_env": self.trust_env,
+            "limits": _LIMITS,
             "mounts": _DIRECT if self.other_urls and self.trust_env else None,
         }
 
     def open_client(self, timeout_s: float, transport: httpx.BaseTransport | None = None) -> httpx.Client:
         """Create a sync HTTP client for this address."""
         if transport is None and self.socket_path is not None:
-            transport = httpx.HTTPTransport(uds=str(self.socket_path), verify=False)
+            transport = httpx.HTTPTransport(uds=str(self.socket_path), verify=False, limits=_LIMITS)
         return httpx.Client(transport=transport, **self._options(timeout_s))
 
     def open_async_client(
@@ -123,20 +127,17 @@ class Endpoint:
     ) -> httpx.AsyncClient:
         """Create an async HTTP client for this address."""
         if transport is None and self.socket_path is not None:
-            transport = httpx.AsyncHTTPTransport(uds=str(self.socket_path), verify=False)
+            transport = httpx.AsyncHTTPTransport(uds=str(self.socket_path), verify=False, limits=_LIMITS)
         return httpx.AsyncClient(transport=transport, **self._options(timeout_s))
 
-    def open_async_transport(self, connections: int, idle_s: float) -> httpx.AsyncHTTPTransport:
-        """Create a transport that several async clients can share.
-
-        It has up to ``connections`` connections, each closed after ``idle_s`` seconds without use.
-        """
+    def open_async_transport(self, connections: int) -> httpx.AsyncHTTPTransport:
+        """Create a transport that several async clients can share; it has up to ``connections`` connections."""
         return httpx.AsyncHTTPTransport(
             uds=None if self.socket_path is None else str(self.socket_path),
             verify=self._tls,
             trust_env=self.trust_env,
             limits=httpx.Limits(
-                max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=idle_s
+                max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=_IDLE_S
             ),
         )
 

@@ -19,8 +19,6 @@ from elasticflow_airflow.client.endpoint import Endpoint
 
 _MOST = 16
 """Maximum number of connections; further requests wait for one. httpx scans all connections twice for each request."""
-_IDLE_S = 4.0
-"""Less than the five seconds after which the service closes an idle connection, so as not to use a closing one."""
 
 _Key = tuple[str, tuple[str, ...], Path | None, bool | str]
 
@@ -54,7 +52,7 @@ def shared_transport(endpoint: Endpoint) -> httpx.AsyncBaseTransport | None:
     pool = pools.get(key)
     if pool is None or pool.broken:
         pool = pools[key] = _Pool(
-            endpoint.open_async_transport(_MOST, _IDLE_S), asyncio.Semaphore(_MOST), bool(endpoint.other_urls)
+            endpoint.open_async_transport(_MOST), asyncio.Semaphore(_MOST), bool(endpoint.other_urls)
         )
     pool.clients += 1
     return _SharedTransport(pool)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ HEARTBEAT_TIMEOUT_S = 45.0
 UNSAID = "unsaid"
 """A connection to the usual service for a namespace of its own, of which Airflow's owner watch does not know."""
 _LOOK_EVERY_S = 0.7
+_UNHURRIED = httpx.Limits(keepalive_expiry=2.0)
+"""The server closes an idle connection after five seconds: a request that is sent meanwhile would be lost."""
 PATIENCE_S = 600.0
 """How long to wait for a state: a machine that is several times as slow is no failure."""
 
@@ -180,15 +183,19 @@ class Stack:
 
     # -- what users do -----------------------------------------------------------------------------------------------
 
-    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Ask the API; a server that is being started, or a database that is locked for a moment, is asked again."""
+    def ask(self, method: str, path: str, *, repeatable: bool = False, **options: Any) -> httpx.Response:
+        """Ask the API; a server that is being started, or a database that is locked for a moment, is asked again.
+
+        So is one whose connection breaks before it has answered, where to ask twice is no harm.
+        """
         end = time.monotonic() + 90
         while True:
             try:
                 with self.one_at_a_time:
                     answer = self.http.request(method, path, **options)
-            except httpx.ConnectError:
-                if time.monotonic() > end or self.closing:
+            except httpx.TransportError as error:
+                harmless = repeatable or method == "GET" or isinstance(error, httpx.ConnectError)
+                if not harmless or time.monotonic() > end or self.closing:
                     raise
             else:
                 if answer.status_code < 500 or time.monotonic() > end:
@@ -202,8 +209,11 @@ class Stack:
 
     def run(self, dag_id: str) -> Run:
         """Trigger a DAG."""
-        answer = self.do("POST", f"/api/v2/dags/{dag_id}/dagRuns", json={"logical_date": None})
-        return Run(self, dag_id, str(answer.json()["dag_run_id"]))
+        run_id = f"manual__{uuid.uuid4()}"
+        asked = {"logical_date": None, "dag_run_id": run_id}
+        answer = self.ask("POST", f"/api/v2/dags/{dag_id}/dagRuns", repeatable=True, json=asked)
+        assert answer.status_code < 400 or answer.status_code == 409, f"{answer.status_code} {answer.text}"
+        return Run(self, dag_id, run_id)
 
     def wait(self, what: str, condition: Callable[[], Any], limit_s: float = PATIENCE_S) -> Any:
         """Wait for a condition; on failure quote the ends of all logs."""
@@ -496,7 +506,8 @@ def open_stack(
     }
     if database.startswith("postgresql"):
         environment["AIRFLOW__DATABASE__SQL_ALCHEMY_CONN_ASYNC"] = database  # psycopg does both
-    stack = Stack(home, environment, httpx.Client(base_url=url, timeout=90, trust_env=False), services)
+    http = httpx.Client(base_url=url, timeout=90, trust_env=False, limits=_UNHURRIED)
+    stack = Stack(home, environment, http, services)
     try:
         migrate = [sys.executable, "-m", "airflow", "db", "migrate"]
         began = time.monotonic()

@@ -94,7 +94,8 @@ class Story:
         self.wait(lambda: self.client.renew(job_id, self.claims[job_id]).state.terminal, f"{job_id} ends")
         status = self.client.status(job_id)
         assert status.state == "succeeded", str(self)
-        assert [event.kind for event in self.events(job_id)].count("started") == 1, str(self)
+        # The release before does not tell it of a job that was over when it looked.
+        assert len(self.events(job_id, "started")) <= 1, str(self)
         assert not [event for event in self.events(job_id) if event.kind in ("restarting", "worker_lost")], str(self)
         return status
 

@@ -37,6 +37,8 @@ _LOOK_S = 0.25
 _PASSED_ON = frozenset({"authorization", "content-type", "accept", "traceparent", "tracestate"})
 _ANSWERED = frozenset({"content-type", "retry-after", "link", "cache-control"})
 _LIMITS = httpx.Timeout(120.0, connect=2.0)
+_CONNECTIONS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=4.0)
+"""Closed when idle before the leader does so, after five seconds: a closing one would fail the next request."""
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +69,9 @@ class Forwarding:
     async def _pass_on(self, url: str, scope: Scope, headers: dict[str, str], receive: Receive) -> Response | None:
         """Return the leader's answer; None if it cannot be reached, or does not lead any more."""
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=_LIMITS, trust_env=False, verify=self._trusted())
+            self._client = httpx.AsyncClient(
+                timeout=_LIMITS, limits=_CONNECTIONS, trust_env=False, verify=self._trusted()
+            )
         kept = {name: value for name, value in headers.items() if name in _PASSED_ON} | {FORWARDED: "1"}
         query = scope["query_string"].decode("latin-1")
         target = f"{url}{scope['raw_path'].decode('latin-1')}{'?' if query else ''}{query}"

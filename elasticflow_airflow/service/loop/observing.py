@@ -143,7 +143,8 @@ def _fold_state(
     if gang.state in STANDING and generation.holding_at is None:
         generation.holding_at = context.now
     # Not only on a change of state: while its job was set aside, the change was not handled.
-    if gang.state is GangState.RUNNING and generation.running_at is None:
+    ran = gang.state is GangState.RUNNING or _ran_unseen(generation, gang)
+    if ran and generation.running_at is None:
         _running(context, row, generation)
     if gang.state is GangState.RUNNING:
         _tell_started(context, row, generation)
@@ -159,6 +160,16 @@ def _fold_state(
         )
         if gang.failure:
             generation.failure = clean_text(redact(gang.failure, hidden), tail=True)
+
+
+def _ran_unseen(generation: GenerationRow, gang: GangObservation) -> bool:
+    """Return whether a gang that has ended made steps between two looks, when nobody saw it running."""
+    if gang.state is not GangState.ENDED:
+        return False
+    finished = gang.outcome is GangOutcome.FINISHED
+    if generation.mode == RescaleMode.IN_PLACE:
+        return finished and generation.notes.switch.at_s is not None
+    return generation.first_step is not None or (finished and not generation.notes.uses_session)
 
 
 def _running(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:

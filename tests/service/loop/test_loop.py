@@ -16,6 +16,8 @@ from elasticflow_airflow.service.store.tables import IncarnationRow
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 DAY_S = 86_400.0
+_SILENT_END = {"reports": False, "uses_session": True, "exit_at_step": 5}
+"""A script of the session that ends with status 0 before it has made a step."""
 
 
 def purposes(world, job):
@@ -35,6 +37,28 @@ def test_a_first_run_is_measured_while_it_trains_and_then_admitted(world):
     assert status.step > 0, "what was made while measuring counts"
     done = world.ended(job)
     assert (done.state, done.result.steps, done.result.met) == ("succeeded", 2000, True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"fake": {"reports": False, "exit_at_step": 5}, "length": Length()}],
+    ids=["of a session", "that reports nothing"],
+)
+def test_a_training_that_ends_between_two_looks_has_started(world, given):
+    job = world.submit(**{"steps": 5, "best_effort": True, "scaling_curve": CURVE, "max_workers": 1, **given})
+    world.step(60.0)
+    world.ended(job)
+    kinds = [event.kind for event in world.events(job)]
+    assert kinds.index("resized") < kinds.index("started") < kinds.index("succeeded")
+    assert world.events(job, "started")[0].data["workers"] == 1
+    assert all(g.running_at is not None for g in world.generations(job))
+
+
+def test_a_script_that_fails_between_two_looks_before_its_first_step_has_not_started(world):
+    job = world.submit(best_effort=True, steps=5, scaling_curve=CURVE, fake=_SILENT_END)
+    world.step(60.0)
+    assert world.ended(job).state == "failed"
+    assert not world.events(job, "started")
 
 
 def test_nothing_of_a_job_that_has_ended_stays_in_memory(world):
@@ -601,8 +625,7 @@ def test_a_script_that_was_to_show_its_progress_and_never_did_is_no_success(worl
 @pytest.mark.parametrize("given", [{"length": Length()}, {"steps": 300}, {"length": Length(), "within": 900}])
 def test_a_script_of_the_session_that_ends_well_before_its_first_step_has_failed(world, given):
     """As os._exit(0) does it: the process is gone before it could say that it has trained nothing."""
-    fake = {"reports": False, "uses_session": True, "exit_at_step": 5}
-    job = world.submit(fake=fake, max_workers=1, **given)
+    job = world.submit(fake=_SILENT_END, max_workers=1, **given)
     done = world.ended(job)
     assert done.state == "failed"
     assert "ended with status 0 before its first session.step()" in done.failure
