@@ -236,6 +236,7 @@ class SchedulerState:
         self.reservations = {name: draft.courses[name] for name in names if name in draft.courses}
         for job in self.jobs.values():
             job.course = draft.courses.get(job.job_id)
+            job.held_back = job.job_id in draft.held_back
             if draft.shares is not None:
                 job.share = draft.shares.get(job.job_id, 0)
         if draft.shares is not None:
@@ -337,6 +338,8 @@ class SchedulerState:
                         times.append(end + self.config.overdue_s if done and course.promised_s > now else end)
                 if held != job.mask:  # a change is due but was not ordered: nothing was planned at this moment
                     times.append(now + (1.0 if job.job_id in self.late else 2 * TOLERANCE_S))
+            if job.held_back and (grows_from_s := job.grows_from_s(self.config)) < INFINITY:
+                times.append(grows_from_s)
             if job.phase is Phase.PROFILING:
                 if job.profiling is not None:
                     times.append(job.profiling.until_s)

@@ -288,6 +288,7 @@ class ServiceSettings(BaseSettings):
             profile_budget_s=self.profile_limit_s,
             profile_startup_s=self.profile_startup_s,
             explore_gain=self.explore_gain,
+            starts_reported=True,
         )
 
     def warm_modules(self) -> tuple[str, ...] | None:

@@ -43,6 +43,8 @@ class LiveJob:
     """Latest time at which the new workers of its last change have joined."""
     started: bool = False
     """Whether the current gang has reported that it makes steps."""
+    held_back: bool = False
+    """Whether there were slots to grow into when everything was planned last, but :meth:`grows_from_s` not reached."""
     at_risk: bool = False
     measured: dict[int, float] = field(default_factory=dict)
     """Speeds measured in this run, by size, as currently estimated (steps/s)."""
@@ -178,6 +180,7 @@ class LiveJob:
                 tail_s=costs.tail_s,
                 join_s=costs.join_s,
                 joined_s=self.joined_s,
+                grows_from_s=self.grows_from_s(config),
                 limit_s=limit,
                 expected=INFINITY if self.expected is None else self.expected,
             )
@@ -187,6 +190,18 @@ class LiveJob:
                 object.__setattr__(work, "speed_now", work.speed(size))
             self._work = work
         return self._work
+
+    def grows_from_s(self, config: SchedulerConfig) -> float:
+        """Return from when on it may grow: its last change is done, and if that was a restart, repaid by training.
+
+        It costs a restart again when somebody else needs the slots a moment later; so at most half of the time is lost.
+        """
+        if not self.mask:
+            return -INFINITY
+        if config.starts_reported and not self.started:
+            return INFINITY
+        costs = self.job.costs
+        return max(self.ready_s, self.joined_s) + (0.0 if costs.join_s else costs.pause_s)
 
     def sigma(self, size: int, config: SchedulerConfig) -> float:
         """Return the error of its curve at a size: that of past runs of its task, else the default for all jobs."""
@@ -335,6 +350,7 @@ class LiveJob:
             told=self.told,
             at_risk=self.at_risk,
             starting=self.starting,
+            started=self.started,
             joined_s=max(0.0, self.joined_s),
             number=self.number,
             promise=self.promise,

@@ -77,6 +77,9 @@ class SchedulerConfig:
     """A job grows only if it then ends earlier by at least this many of its pauses, after paying the pause itself."""
     min_saving_s: float = 0.0
     """... and by at least this many seconds."""
+    starts_reported: bool = False
+    """Whether it is reported when a gang makes steps after a start or a change, as the service does: until then the job
+    does not grow, however late that is. Otherwise it may grow from the planned time on."""
     patience_pauses: float = 4.0
     """A job that must wait more pauses than this for its first worker makes others give up slots beyond their share."""
     ageing_s: float = 1800.0

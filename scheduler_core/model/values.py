@@ -281,6 +281,8 @@ class JobState:
     at_risk: bool = False
     starting: bool = False
     """Whether ``no_progress_until_s`` ends a start-up, which a change of slots would restart."""
+    started: bool = False
+    """Whether its gang has reported that it makes steps since the last start or change."""
     joined_s: float = 0.0
     """Latest time at which the new workers of its last change have joined."""
     number: int = 0

@@ -54,6 +54,10 @@ class Work:
     join_s: float = 0.0
     joined_s: float = -INFINITY
     """When the new workers of its last change have surely joined; until then its speed may be the old one."""
+    grows_from_s: float = -INFINITY
+    """It does not grow before. Its last start or change is under way, and would be begun anew; or it was a restart, and
+    the time lost is not made up for yet. Otherwise a job that grew whenever slots become free for a moment would only
+    ever start."""
 
     def left_at(self, now: float) -> float:
         """Return the steps left at ``now`` if nothing has changed since ``since_s``."""

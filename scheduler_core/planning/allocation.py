@@ -208,6 +208,12 @@ def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, C
         return None
     now, layout, book = draft.now, draft.layout, draft.book
     free_now = book.everything & ~book.taken[0] | mask
+    if now < work.grows_from_s - TOLERANCE_S:
+        if any(target > work.size and layout.find(free_now, target) for target in candidates):
+            draft.held_back.add(work.job_id)
+        candidates = [target for target in candidates if target <= work.size]
+        if not candidates:
+            return None
     keeps = work.size in candidates and not work.mask & ~free_now  # the slots that it holds cost no pause
     candidates = [work.size] if keeps else candidates[:1]
     left = work.left_at(now)

@@ -18,6 +18,8 @@ class Draft:
         self.courses = dict(courses)
         self.book = Bookings.of(layout, now, (h for course in courses.values() for h in course.holdings))
         self.shares: dict[str, int] | None = None
+        self.held_back: set[str] = set()
+        """Jobs for whose growth there are slots, but which must not grow yet."""
 
     def put(self, job_id: str, course: Course) -> None:
         """Book a course (the job must have none)."""
@@ -45,7 +47,7 @@ class Draft:
         """Return an independent copy."""
         twin = object.__new__(Draft)
         twin.layout, twin.now, twin.shares = self.layout, self.now, self.shares
-        twin.courses = self.courses.copy()
+        twin.courses, twin.held_back = self.courses.copy(), self.held_back.copy()
         twin.book = self.book.copy()
         return twin
 

@@ -253,6 +253,46 @@ def test_a_gang_that_starts_early_is_believed(make_job, nodes) -> None:
     assert scheduler.projected_finish_s("a") == 112.0
 
 
+@pytest.mark.parametrize("starts_reported", [False, True])
+def test_a_start_under_way_is_not_begun_anew_whenever_slots_become_free(make_job, nodes, starts_reported) -> None:
+    """Jobs that come and go more often than a start takes would keep this one from ever training."""
+    scheduler = Scheduler(SchedulerConfig(starts_reported=starts_reported), nodes(2))
+    twice = {1: 1.0, 2: 2.0}
+    begun = scheduler.handle(ev.JobSubmitted(make_job("long", steps=10_000, deadline=None, startup=30, curve=twice)), 0.0)
+    assert sizes(begun) == {"long": 2}
+    told: list[de.Decision] = []
+    for visit in range(5):
+        now = 5.0 * visit
+        brief = make_job(f"brief{visit}", steps=1000, deadline=None)
+        told += scheduler.handle(ev.JobSubmitted(brief), now + 1.0)
+        told += scheduler.handle(ev.JobCancelled(brief.job_id), now + 4.0)
+    changes = [change for change in of(told, de.Resize) if change.job_id == "long"]
+    assert [change.placement.workers for change in changes] == [1], "it makes room once, and its start goes on"
+    wakes = [decision.at_s for decision in told if isinstance(decision, de.WakeMeAt)]
+    if not starts_reported:
+        assert wakes[-1] == 31.0, "it started at 1.0, with one worker"
+        assert sizes(scheduler.handle(ev.WakeUp(), 31.0)) == {"long": 2}
+        return
+    assert sizes(scheduler.handle(ev.WakeUp(), 90.0)) == {}, "it takes longer than planned"
+    assert sizes(scheduler.handle(ev.GangStarted("long", changes[0].placement), 95.0)) == {"long": 2}
+
+
+def test_a_change_under_way_is_not_known_to_be_done_after_a_restart_of_the_service(make_job, nodes) -> None:
+    config = SchedulerConfig(starts_reported=True)
+    first = Scheduler(config, nodes(2))
+    first.handle(ev.JobSubmitted(make_job("other", steps=1000, deadline=2000, max_workers=1)), 0.0)
+    long = make_job("long", steps=10_000, deadline=None, startup=30, curve={1: 1.0, 2: 2.0})
+    begun = first.handle(ev.JobSubmitted(long), 0.0)
+    placement = only(begun, de.Resize).placement
+    first.handle(ev.JobCancelled("other"), 1.0)
+    (state,) = first.states()
+    then = Scheduler(config, nodes(2))
+    assert sizes(then.restore([state], 10.0)) == {}
+    assert sizes(then.handle(ev.GangStarted("long", placement), 11.0)) == {"long": 2}
+    then = Scheduler(config, nodes(2))
+    assert sizes(then.restore([replace(state, started=True, no_progress_until_s=9.0)], 10.0)) == {"long": 2}
+
+
 def test_what_is_heard_late_counts_from_when_it_was_true(make_job, nodes) -> None:
     """A service that is busy reads reports that are seconds old: nobody is late for that."""
     scheduler = Scheduler(nodes=nodes(1))

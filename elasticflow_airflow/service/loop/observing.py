@@ -242,10 +242,14 @@ def _tell_costs(context: PassContext, row: IncarnationRow) -> None:
 
 
 def _tell_started(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
-    """Tell the scheduler once that a gang started; one being profiled must report first, as it may still load."""
+    """Tell the scheduler once that a gang makes steps.
+
+    One being profiled must report first, and one of a plain script that shows its progress: it may still load.
+    """
     if row.desired_generation != generation.generation or row.ending or generation.notes.told_started:
         return
-    if generation.purpose == Purpose.PROFILE and generation.first_step is None:
+    shows = row.submission.progress_regex or row.submission.progress_file
+    if generation.first_step is None and (generation.purpose == Purpose.PROFILE or shows):
         return
     generation.notes = replace(generation.notes, told_started=True)
     if generation.notes.own:

@@ -17,7 +17,8 @@ FLAT = 0.1
 
 
 def test_what_is_simulated_by_default_is_what_is_served_by_default():
-    assert ServiceSettings(engine="fake").scheduler_config() == SchedulerConfig.served()
+    """But for what only a service hears: that a gang has started."""
+    assert ServiceSettings(engine="fake").scheduler_config() == SchedulerConfig.served(starts_reported=True)
 
 
 @pytest.mark.parametrize(("confidence", "decision"), [(0.5, "admitted"), (0.9, "undecided"), (0.99, "undecided")])

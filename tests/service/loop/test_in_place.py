@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from elasticflow_airflow.api import AmendRequest
 from elasticflow_airflow.service.store.documents.job_documents import InPlaceRecord
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -216,7 +217,7 @@ def test_the_plan_changes_again_in_the_middle_of_a_change(world):
 
 
 def shrunk_and_to_grow(world, monkeypatch):
-    """A job that shrank (generation 2) when it was already planned to grow again (generation 3), which continues 1."""
+    """A job that shrank (generation 2) when its deadline made it grow again (generation 3), which continues 1."""
     job = submit(world)
     world.until(lambda: world.status(job).workers == 4 and world.status(job).step > 50, "it has all slots")
     urgent = submit(world, task="urgent", within=200, steps=600, scaling_curve=CURVE)
@@ -228,7 +229,8 @@ def shrunk_and_to_grow(world, monkeypatch):
         world.now_s += 2.0  # The workers change, which the service sees a pass later.
         world.elapsed_s += 2.0
         world.job_service.cancel(urgent.job.job_id, urgent.claim, "makes room")
-        world.step()
+        soon = AmendRequest(claim=job.claim, deadline_at=world.now_s + 60)
+        assert world.amend(job.job.job_id, soon).accepted
     grown = world.generations(job)[-1]
     assert (grown.mode, grown.continues, grown.workers) == ("in_place", 1, 4)
     world.step(0.5)

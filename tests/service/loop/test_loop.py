@@ -413,6 +413,21 @@ def test_a_clock_that_jumps_a_day_expires_no_lease(world):
 # -- slots -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_jobs_that_come_and_go_keep_no_other_from_starting(make_world, in_place):
+    """Whenever one left, the other grew, and shrank when the next one came: each time it began to start anew."""
+    world = make_world(slots=2)
+    fake = {"startup_s": 6.0, "join_s": 6.0, "in_place": in_place}
+    job = world.submit(task="long", best_effort=True, steps=10_000, scaling_curve=CURVE, max_workers=2, fake=fake)
+    for visit in range(30):
+        brief = world.submit(task=f"brief{visit}", best_effort=True, scaling_curve=CURVE, max_workers=1)
+        world.run(1.5)
+        world.job_service.cancel(brief.job.job_id, brief.claim, "was brief")
+        world.run(1.0)
+    assert world.status(job).step > 200, "\n".join(world.story())
+    world.until(lambda: world.status(job).workers == 2, "it grows once nobody comes any more", 60)
+
+
 def test_slots_that_another_service_holds_are_told_and_not_used(world):
     world.step()
     world.engine.set_busy("node0", 1, "job other of the service in /elsewhere")

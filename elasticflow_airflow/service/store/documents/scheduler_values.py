@@ -10,7 +10,7 @@ import json
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, Union, cast, get_args, get_origin, get_type_hints
@@ -47,7 +47,10 @@ class StoredState:
     @property
     def state(self) -> JobState:
         """The state. Raises one of ``UNREADABLE`` if it cannot be read."""
-        return state_from_json(self.raw)
+        raw = self.raw
+        state = state_from_json(raw)
+        # An earlier release did not store whether its gang has started.
+        return state if "started" in raw else replace(state, started=not state.starting)
 
     @property
     def has_speed_sigma(self) -> bool:
