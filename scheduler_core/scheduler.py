@@ -481,18 +481,15 @@ class Scheduler:
             job.profiling = ProfilingRun(job.profiling.size, now + self.config.profile_budget_s)
         began_s = now if event.at_s is None else min(now, max(event.at_s, job.as_of_s))
         if began_s > job.ready_s and job.as_of_s > job.ready_s:  # a report came in between and is more accurate
-            return self._grows_now(job, now)
+            return job.grows_again(now, self.config)
         moved = abs(began_s - job.ready_s) > TOLERANCE_S
         job.ready_s = began_s
         job.starting = False
         job.changed()
         if job.course is None or not moved:
-            return self._grows_now(job, now)
+            return job.grows_again(now, self.config)
         self._state.late.add(job.job_id)
         return True
-
-    def _grows_now(self, job: LiveJob, now: float) -> bool:
-        return job.held_back and now >= job.grows_from_s(self.config) - TOLERANCE_S
 
     def _gang_reformed(self, job: LiveJob, placement: Placement, now: float) -> list[Decision]:
         state = self._state

@@ -313,12 +313,12 @@ class SchedulerState:
     # -- when to plan again --------------------------------------------------------------------------------------
 
     def is_due(self, now: float) -> bool:
-        """Return whether a stored course says that its job should hold other slots by now."""
+        """Return whether a stored course says that its job should hold other slots by now, or may grow again."""
         return any(
             job.course is not None and not overdue(job, now) and mask_at(job.course, now) != job.mask
             for job in self.jobs.values()
             if job.job_id not in self.late
-        )
+        ) or any(job.grows_again(now, self.config) for job in self.jobs.values())
 
     def wake(self, now: float) -> list[Decision]:
         """Return the next time at which the plan itself requires an action."""

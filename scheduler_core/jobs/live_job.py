@@ -203,6 +203,10 @@ class LiveJob:
         costs = self.job.costs
         return max(self.ready_s, self.joined_s) + (0.0 if costs.join_s else costs.pause_s)
 
+    def grows_again(self, now: float, config: SchedulerConfig) -> bool:
+        """Return whether there were slots that it could not grow into at once, and now it may."""
+        return self.held_back and now >= self.grows_from_s(config) - TOLERANCE_S
+
     def sigma(self, size: int, config: SchedulerConfig) -> float:
         """Return the error of its curve at a size: that of past runs of its task, else the default for all jobs."""
         otherwise = config.speed_sigma if self.job.speed_sigma is None else self.job.speed_sigma

@@ -220,8 +220,9 @@ class FakeEngine:
         with self.world.lock:
             return max((gang.spec.generation for gang in self.world.of(job_id)), default=0)
 
-    def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:  # noqa: ARG002  (the port's signature)
+    def stop(self, job_id: str, grace_s: float, reason: str = "") -> None:
         """Order all workers of the job to save and leave."""
+        json.dumps(reason)  # Real engines write it into a file.
         self._call("stop", job_id, "before")
         with self.world.lock:
             self.world.advance(job_id)

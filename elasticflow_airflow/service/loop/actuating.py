@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ParamSpec
 
 import structlog
 
@@ -32,6 +33,7 @@ _OF_NOBODY = "this service has no such job"
 
 log = structlog.get_logger()
 
+_P = ParamSpec("_P")
 Secrets = Callable[[IncarnationRow], Mapping[str, str]]
 
 
@@ -140,7 +142,7 @@ class Actuator:
         if not on_slots.before(due) and not _own_leavers(context, row, due):
             self._apply(row, due, context.now)
         elif due.notes.vacate and any(alive(g) for g in context.open_of(row)):
-            self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, due.reason)
+            self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, str(due.reason))
 
     def _is_settled(self, row: IncarnationRow, generation: GenerationRow) -> bool:
         """Return whether the engine has this gang, it runs, and its lease lasts beyond the next renewal."""
@@ -200,11 +202,11 @@ class Actuator:
             self._applied.pop(row.job_id, None)
             self.refusals.pop(row.job_id, None)
 
-    def _try(self, name: str, call: Callable[..., None], *arguments: object) -> None:
+    def _try(self, name: str, call: Callable[_P, None], *arguments: _P.args, **named: _P.kwargs) -> None:
         """Call the engine; a refusal is logged, and the call is repeated in the next pass."""
         crashpoints.point(f"before {name}")
         try:
-            call(*arguments)
+            call(*arguments, **named)
         except EngineError as error:
             log.warning("the engine refused", call=name, job_id=arguments[0], error=str(error))
         crashpoints.point(f"after {name}")
