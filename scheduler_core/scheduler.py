@@ -500,7 +500,7 @@ class Scheduler:
         if not mask or mask.bit_count() != placement.workers or mask & taken or job.phase is Phase.PARKED:
             return state.wake(now)
         job.settle(state.layout, self.config, now)
-        job.placement, job.mask, job.ready_s, job.starting = placement, mask, now, False
+        job.placement, job.mask, job.ready_s, job.starting = placement, mask, min(job.ready_s, now), False
         job.started = True
         job.joined_s = -INFINITY
         if job.profiling is not None:

@@ -109,6 +109,10 @@ class FaultyReplicas(FaultyTrial):
     def services(self, index: int) -> list[psutil.Process]:
         return [one for one in self.named(index, "serve") if one.cmdline()[:1] == [sys.executable]]
 
+    def spoil(self, *faults: Fault) -> None:
+        """The database goes last: another fault is for the leader, and without a database there is none."""
+        super().spoil(*sorted(faults, key=lambda fault: fault == self.restart_the_database))
+
     def settle(self) -> None:
         for index in REPLICAS:
             self.wait(lambda i=index: self.is_ready(i), f"replica {index} answers", _LEADS_S)
