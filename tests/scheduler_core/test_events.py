@@ -257,8 +257,8 @@ def test_a_gang_that_starts_early_is_believed(make_job, nodes) -> None:
 def test_a_start_under_way_is_not_begun_anew_whenever_slots_become_free(make_job, nodes, starts_reported) -> None:
     """Jobs that come and go more often than a start takes would keep this one from ever training."""
     scheduler = Scheduler(SchedulerConfig(starts_reported=starts_reported), nodes(2))
-    twice = {1: 1.0, 2: 2.0}
-    begun = scheduler.handle(ev.JobSubmitted(make_job("long", steps=10_000, deadline=None, startup=30, curve=twice)), 0.0)
+    long = make_job("long", steps=10_000, deadline=None, startup=30, curve={1: 1.0, 2: 2.0})
+    begun = scheduler.handle(ev.JobSubmitted(long), 0.0)
     assert sizes(begun) == {"long": 2}
     told: list[de.Decision] = []
     for visit in range(5):
