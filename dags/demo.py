@@ -44,9 +44,10 @@ def main() -> int:
         layout.start_afresh()
     except FileExistsError as error:
         parser.error(str(error))
-    console.print("Fine-tuning BERT under deadlines, on two days, on this machine", style="bold")
+    where = "a Ray cluster of two nodes, made up on this machine" if options.cluster else "this machine"
+    console.print(f"Fine-tuning BERT under deadlines, on two days, on {where}", style="bold")
     console.print(f"Two trainings in parallel on {SLOTS} CPU slots; nobody says how many workers.")
-    console.print("About six minutes on a machine of the usual speed.\n")
+    console.print("" if options.cluster else "About six minutes on a machine of the usual speed.\n")
     with ExitStack() as ending:
         ending.callback(bring_down, layout)
         try:

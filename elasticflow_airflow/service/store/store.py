@@ -36,6 +36,7 @@ from elasticflow_airflow.service.store.tables import (
     AvoidedSlotRow,
     CandidateRow,
     DrainRow,
+    EngineRecordRow,
     EventRow,
     GenerationRow,
     HistoryRow,
@@ -688,9 +689,14 @@ class Writer(Reader):
         self.session.add(row)
 
     def forget_details(self, job_id: str, incarnation: int) -> None:
-        """Delete the generations, samples and worker times of an incarnation."""
+        """Delete the generations, samples and worker times of an incarnation; of a job's last, the engine's record, too.
+
+        Each new leader reads all records. The number of the job's latest generation is stored with the job.
+        """
         for table in (SampleRow, WorkerTimesRow, GenerationRow):
             self.session.execute(sa.delete(table).where(table.job_id == job_id, table.incarnation == incarnation))
+        others = sa.select(GenerationRow.job_id).where(GenerationRow.job_id == job_id)
+        self.session.execute(sa.delete(EngineRecordRow).where(EngineRecordRow.job_id == job_id, ~others.exists()))
 
     def forget_events(self, moment: float, limit: int) -> int:
         """Delete the oldest events that are older than this time, at most ``limit``; returns how many were deleted."""

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from elasticflow_airflow.engines import job_files
 from elasticflow_airflow.runtime.protocol import checkpoint_dir
 from elasticflow_airflow.service.loop import retention
-from elasticflow_airflow.service.store.tables import EventRow, GenerationRow, SampleRow
+from elasticflow_airflow.service.store.tables import EngineRecordRow, EventRow, GenerationRow, SampleRow
 from elasticflow_airflow.service.telemetry.tallies import Tallies
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
@@ -40,6 +40,21 @@ def test_details_of_jobs_that_ended_long_ago_are_forgotten_and_the_job_is_not(wo
     assert (after.state, after.result, after.generation) == ("succeeded", before.result, before.generation)
     assert world.generations(newer)
     assert world.events(newer)
+
+
+def test_the_engines_record_of_a_job_goes_with_the_details_of_its_last_incarnation(world):
+    """A new leader reads the records of all jobs: otherwise of all that there ever were."""
+    old, again = ended(world), ended(world, "again")
+    with world.store.write() as tx:
+        for job in (old, again):
+            tx.session.add(EngineRecordRow(job_id=job.job.job_id, record={}, epoch=1))
+    world.step(60 * DAY_S)
+    world.job_service.acknowledge(again.job.job_id, again.claim)
+    assert world.ended(world.submit(run="again", steps=96, scaling_curve=CURVE)).incarnation == 2
+    world.step(31 * DAY_S)
+    assert world.generations(old) == world.generations(again, 1) == []
+    with world.store.read() as reader:
+        assert reader.session.scalars(sa.select(EngineRecordRow.job_id)).all() == [again.job.job_id]
 
 
 def test_of_its_folder_only_the_checkpoints_are_kept(world, tmp_path):
