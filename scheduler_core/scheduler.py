@@ -474,7 +474,7 @@ class Scheduler:
         """Record since when a gang makes steps; return whether to plan again because that was not expected then."""
         if set(event.placement.slots) != set(job.placement.slots) or job.started or not job.mask:
             return False
-        job.started = True
+        job.started, job.starting = True, False
         job.joined_s = -INFINITY
         job.changed()
         if job.profiling is not None:
@@ -484,7 +484,6 @@ class Scheduler:
             return job.grows_again(now, self.config)
         moved = abs(began_s - job.ready_s) > TOLERANCE_S
         job.ready_s = began_s
-        job.starting = False
         job.changed()
         if job.course is None or not moved:
             return job.grows_again(now, self.config)

@@ -18,6 +18,7 @@ import psutil
 
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import snapshot_script
+from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
 from support.cluster_trial import ClusterTrial
 from support.gang import Gang
 from support.machines import Machines
@@ -82,6 +83,11 @@ class FaultyTrial(ClusterTrial):
         """What has happened, and what is now."""
         lines = [repr(self.client.status(job)) for job in self.claims]
         lines += [f"problem: {problem}" for problem in self.client.health().problems]
+        for path in sorted(self.state_dir.parent.glob("node*/jobs/*/i*/supervisors/*/status.json")):
+            status = SupervisorFolder(path.parent).read_status()
+            if status is not None and not status.ended:
+                codes = {worker_id: worker.exit_code for worker_id, worker in status.workers.items()}
+                lines.append(f"{path.parent.name} of {path.parts[-5]}: told {status.told} {status.reason!r}, {codes}")
         return "\n".join([*lines, super().story()])
 
     # -- faults. Each returns what undoes it.

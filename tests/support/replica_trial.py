@@ -68,7 +68,7 @@ class ReplicaTrial:
         if name not in self.replicas:
             settings = {
                 "engine": "cluster",
-                "nodes": ",".join(url for _, url in self.agents.values()),
+                **({"nodes": ",".join(url for _, url in self.agents.values())} if self.agents else {}),
                 "shared_dir": self.base / "shared",
                 "node_token": TOKEN,
                 "database_url": self.database_url,

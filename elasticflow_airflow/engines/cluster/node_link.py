@@ -55,6 +55,8 @@ RETRY_S = 0.3
 NEW_AGENT_S = 2.0
 BATCH_S = 0.01
 """Changes that come within this time are sent together."""
+_CONNECTIONS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=4.0)
+"""Closed when idle before the agent does so, after five seconds: a closing one would fail the next request."""
 PUSH_BYTES = 4 << 20
 PART_BYTES = 256 * 1024
 CODE_LIMIT_S = 120.0
@@ -135,7 +137,9 @@ class NodeLink:
         """Whether all is here that the node had of jobs before."""
         self._seal = Seal(token)
         headers = {"Authorization": f"Bearer {token}"}
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_LIMIT_S, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=ANSWER_LIMIT_S, limits=_CONNECTIONS, trust_env=False
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._known_path = root / "nodes" / f"{quote(key, safe='')}.json"

@@ -149,7 +149,7 @@ def record_all(context: PassContext, decisions: Sequence[Decision]) -> None:
 def _trains_there(context: PassContext, job_id: str) -> bool:
     row = context.live(job_id)
     generation = None if row is None else context.desired(row)
-    return generation is not None and generation.state == GangState.RUNNING and generation.running_at is not None
+    return generation is not None and generation.state == GangState.RUNNING and generation.notes.told_started
 
 
 def record(context: PassContext, decision: JobDecision) -> None:

@@ -169,7 +169,8 @@ def _ran_unseen(generation: GenerationRow, gang: GangObservation) -> bool:
     finished = gang.outcome is GangOutcome.FINISHED
     if generation.mode == RescaleMode.IN_PLACE:
         return finished and generation.notes.switch.at_s is not None
-    return generation.first_step is not None or (finished and not generation.notes.uses_session)
+    trained = generation.first_step is not None or not generation.notes.uses_session
+    return generation.last_step is not None or (finished and trained)
 
 
 def _running(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
@@ -244,12 +245,13 @@ def _tell_costs(context: PassContext, row: IncarnationRow) -> None:
 def _tell_started(context: PassContext, row: IncarnationRow, generation: GenerationRow) -> None:
     """Tell the scheduler once that a gang makes steps.
 
-    One being profiled must report first, and one of a plain script that shows its progress: it may still load.
+    One being profiled must report first, one of a session, and one of a plain script that shows its progress: after
+    some time they count as running, and may still load.
     """
     if row.desired_generation != generation.generation or row.ending or generation.notes.told_started:
         return
-    shows = row.submission.progress_regex or row.submission.progress_file
-    if generation.first_step is None and (generation.purpose == Purpose.PROFILE or shows):
+    reports = generation.notes.uses_session or row.submission.progress_regex or row.submission.progress_file
+    if generation.first_step is None and (generation.purpose == Purpose.PROFILE or reports):
         return
     generation.notes = replace(generation.notes, told_started=True)
     if generation.notes.own:

@@ -689,7 +689,7 @@ class Writer(Reader):
         self.session.add(row)
 
     def forget_details(self, job_id: str, incarnation: int) -> None:
-        """Delete the generations, samples and worker times of an incarnation; of a job's last, the engine's record, too.
+        """Delete the generations, samples and worker times of an incarnation; of a job's last, also its engine record.
 
         Each new leader reads all records. The number of the job's latest generation is stored with the job.
         """

@@ -413,18 +413,28 @@ def test_a_clock_that_jumps_a_day_expires_no_lease(world):
 # -- slots -------------------------------------------------------------------------------------------------------
 
 
+def test_a_session_that_loads_for_long_counts_as_running_and_has_not_started(world):
+    """Else it would grow while it loads, and begin anew."""
+    fake = {"uses_session": True, "reports": False}
+    job = world.submit(task="long", best_effort=True, steps=10_000, scaling_curve=CURVE, fake=fake)
+    world.until(lambda: world.generations(job)[0].running_at is not None, "it counts as running")
+    world.step(1.0)
+    (state,) = world.reconciler._scheduler.states()
+    assert not state.started
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_jobs_that_come_and_go_keep_no_other_from_starting(make_world, in_place):
     """Whenever one left, the other grew, and shrank when the next one came: each time it began to start anew."""
     world = make_world(slots=2)
     fake = {"startup_s": 6.0, "join_s": 6.0, "in_place": in_place}
     job = world.submit(task="long", best_effort=True, steps=10_000, scaling_curve=CURVE, max_workers=2, fake=fake)
-    for visit in range(30):
+    for visit in range(20):
         brief = world.submit(task=f"brief{visit}", best_effort=True, scaling_curve=CURVE, max_workers=1)
         world.run(1.5)
         world.job_service.cancel(brief.job.job_id, brief.claim, "was brief")
         world.run(1.0)
-    assert world.status(job).step > 200, "\n".join(world.story())
+    assert world.status(job).step > 100, "\n".join(world.story())
     world.until(lambda: world.status(job).workers == 2, "it grows once nobody comes any more", 60)
 
 

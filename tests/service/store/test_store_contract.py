@@ -509,6 +509,22 @@ def test_a_state_of_an_older_version_is_read_with_defaults():
     assert state.job.costs.tail_s == 0.0
 
 
+@pytest.mark.parametrize(
+    ("given", "started"),
+    [
+        ({"starting": False}, True),
+        ({"starting": True, "no_progress_until_s": 1_800_000_010.0}, False),
+        ({"starting": True, "no_progress_until_s": 1_799_999_990.0}, True),
+    ],
+    ids=["it trains", "it starts", "a report came first"],
+)
+def test_of_a_state_without_it_is_concluded_whether_the_gang_has_started(given, started):
+    """A job of the release before that were taken to start for ever would never grow."""
+    raw = state_to_json(scheduler_state(**given))
+    del raw["started"]
+    assert StoredState(raw).state.started is started
+
+
 def test_times_bytes_and_words_come_back_unchanged(store):
     words = "ünï “text” 漢字 \U0001f600"
     with store.write() as tx:

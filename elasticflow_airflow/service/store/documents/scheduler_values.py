@@ -49,8 +49,10 @@ class StoredState:
         """The state. Raises one of ``UNREADABLE`` if it cannot be read."""
         raw = self.raw
         state = state_from_json(raw)
-        # An earlier release did not store whether its gang has started.
-        return state if "started" in raw else replace(state, started=not state.starting)
+        if "started" in raw:
+            return state
+        # Of an earlier release: where a report came first, it was not noted that the start is over.
+        return replace(state, started=not state.starting or state.as_of_s > state.no_progress_until_s)
 
     @property
     def has_speed_sigma(self) -> bool:
