@@ -157,6 +157,13 @@ def _limit(case: _Case, until: float) -> Reason | None:
         return Reason("the others are kept free for {runs}", runs=kept)
     if curve is None:
         return Reason("its speed with more is not known")
+    if not state.started:
+        return Reason("its last start or change is not done yet")
+    costs = state.job.costs
+    grows_from_s = state.no_progress_until_s + (0.0 if costs.join_s else costs.pause_s)
+    if case.now < grows_from_s:
+        kind = "it has to make up for the pause of its last change first, until {grows_from}"
+        return Reason(kind, grows_from=clock(grows_from_s, case.now))
     return Reason("a change would cost it more than it gains") if size in curve.steps_per_s else None
 
 

@@ -170,6 +170,19 @@ def test_why_says_that_more_would_not_help(world):
     assert why(world, other).endswith(": max_workers=1")
 
 
+def test_it_is_said_why_a_job_does_not_grow_onto_idle_slots_yet(make_world):
+    world = make_world(slots=2)
+    fake = {"startup_s": 6.0}
+    job = world.submit(task="long", best_effort=True, steps=10_000, scaling_curve={1: 10.0, 2: 18.0}, fake=fake)
+    brief = world.submit(task="brief", best_effort=True, scaling_curve={1: 10.0}, max_workers=1)
+    world.job_service.cancel(brief.job.job_id, brief.claim, "was brief")
+    world.run(3)
+    assert why(world, job).endswith(": its last start or change is not done yet")
+    world.until(lambda: world.status(job).step > 0, "it trains")
+    assert "it has to make up for the pause of its last change first, until " in why(world, job)
+    world.until(lambda: world.generations(job)[-1].workers == 2, "then it grows", 60)
+
+
 def test_why_names_the_run_for_which_slots_are_kept_free(world):
     due = world.now_s + 3600.0
     first = world.submit(task="nightly", run="r1", steps=32 * 300, within=600.0, scaling_curve=CURVE, next_run_at=due)
