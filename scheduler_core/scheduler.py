@@ -143,7 +143,7 @@ class Scheduler:
             case ev.WakeUp():
                 return self._decider.replan(now, Reason("the plan of the cluster says so"), retry=True)
             case ev.NodeJoined() | ev.NodeLost() | ev.NodeDraining():
-                return self._nodes_changed(event, now)
+                return self.nodes_changed([event], now)
             case ev.RunExpected():
                 self._state.calendar.expect(event.run)
                 return self._state.wake(now)
@@ -544,20 +544,25 @@ class Scheduler:
             retry=False,
         )
 
-    def _nodes_changed(self, event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining, now: float) -> list[Decision]:
+    def nodes_changed(self, changes: Sequence[ev.NodeChange], now: float) -> list[Decision]:
+        """Process simultaneous changes of nodes, and plan once for all of them: see :meth:`handle`."""
         state = self._state
-        if isinstance(event, ev.NodeLost):
-            for job in state.jobs.values():
-                if any(slot.node_id == event.node_id for slot in job.placement.slots):
-                    self._lose_gang(job, now)
-        nodes, why = nodes_after(state.nodes, event)
+        state.calendar.expire(now)
+        lost = {change.node_id for change in changes if isinstance(change, ev.NodeLost)}
+        for job in state.jobs.values():
+            if any(slot.node_id in lost for slot in job.placement.slots):
+                self._lose_gang(job, now)
+        nodes, why = dict(state.nodes), list[Reason]()
+        for change in changes:
+            nodes, said = nodes_after(nodes, change)
+            why.append(said)
         out: list[Decision] = []
         for job in state.jobs.values():
             if reason := slots_cut_off(job.placement, nodes):
                 self._lose_gang(job, now)
                 out.append(Suspend(job.job_id, reason))
         state.change_nodes(nodes.values())
-        return out + self._decider.replan(now, why, retry=True)
+        return out + self._decider.replan(now, among(why), retry=True)
 
 
 def _job_of(state: JobState, mask: int) -> LiveJob:

@@ -10,9 +10,7 @@ from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Node, Placement
 
 
-def nodes_after(
-    nodes: Mapping[str, Node], event: ev.NodeJoined | ev.NodeLost | ev.NodeDraining
-) -> tuple[dict[str, Node], Reason]:
+def nodes_after(nodes: Mapping[str, Node], event: ev.NodeChange) -> tuple[dict[str, Node], Reason]:
     """Return the nodes by id after an event, and a phrase that describes the event."""
     after = dict(nodes)
     match event:

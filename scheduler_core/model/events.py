@@ -187,6 +187,7 @@ class WakeUp:
 
 
 JobEnd = JobFinished | JobFailed | JobCancelled
+NodeChange = NodeJoined | NodeLost | NodeDraining
 Reported = JobProgressed | JobMeasured | GangStarted
 
 Event = (

@@ -353,6 +353,19 @@ def test_who_starts_and_whose_start_cost_more_than_planned_is_planned_once(make_
         assert scheduler.projected_finish_s(state.job.job_id) == pytest.approx(120.0)  # none of 100 steps done at 20 s
 
 
+def test_nodes_that_change_together_are_planned_with_together(make_job, nodes) -> None:
+    """One by one, a job was put onto a node whose slot was still said to be free, and taken off it again."""
+    avoided = [replace(node, avoided={0: 10.0}) for node in nodes(1, 1)]
+    later = [ev.NodeJoined(replace(node, avoided={0: 70.0})) for node in avoided]
+    one_by_one, together = Scheduler(nodes=avoided), Scheduler(nodes=avoided)
+    for scheduler in (one_by_one, together):
+        scheduler.handle(ev.JobSubmitted(make_job(deadline=None)), 0.0)
+    told = [decision for change in later for decision in one_by_one.handle(change, 10.5)]
+    assert [type(one) for one in told if isinstance(one, de.Resize | de.Suspend)] == [de.Resize, de.Suspend]
+    assert not [one for one in together.nodes_changed(later, 10.5) if isinstance(one, de.Resize | de.Suspend)]
+    assert together.states()[0].placement == one_by_one.states()[0].placement == Placement()
+
+
 def test_survivors_go_on_and_the_plan_makes_the_gang_whole_again(make_job, nodes) -> None:
     scheduler = Scheduler(nodes=nodes(4))
     curve = {1: 1.0, 2: 1.6, 4: 2.5}

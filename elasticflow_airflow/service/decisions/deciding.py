@@ -75,6 +75,14 @@ def feed_ends(context: PassContext, ends: Sequence[ev.JobEnd]) -> None:
     _feed_together(context, ends, lambda: context.scheduler.ended(ends, context.now))
 
 
+def feed_nodes(context: PassContext, changes: Sequence[ev.NodeChange]) -> None:
+    """Pass the changes of several nodes to the scheduler, so that it plans once for all. Raises as :func:`feed`.
+
+    Were they told one by one, a job would be moved onto a node whose own change comes next, and off it again.
+    """
+    _feed_together(context, changes, lambda: context.scheduler.nodes_changed(changes, context.now))
+
+
 def _feed_together(context: PassContext, events: Sequence[Event], decide: Callable[[], Sequence[Decision]]) -> None:
     if context.singly:
         for event in events:

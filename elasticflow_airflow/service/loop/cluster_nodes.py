@@ -22,7 +22,7 @@ from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.reason import Parameter, Reason
 from elasticflow_airflow.scheduler_core.model.values import Node, Slot
 from elasticflow_airflow.service.decisions import setting_aside
-from elasticflow_airflow.service.decisions.deciding import feed
+from elasticflow_airflow.service.decisions.deciding import feed, feed_nodes
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.loop import slow_workers
 from elasticflow_airflow.service.store.tables import (
@@ -69,9 +69,10 @@ def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:
     slow_workers.take_back(context)
     known = {node.node_id: node for node in context.scheduler.nodes()}
     there = {node.node_id: node for node in nodes_now(context, seen)}
+    changes: list[ev.NodeChange] = []
     for node_id in known.keys() - there.keys():
         context.tx.add_event(EventKind.NODE_LOST, Reason("node {node_id} is gone", node_id=node_id))
-        feed(context, ev.NodeLost(node_id))
+        changes.append(ev.NodeLost(node_id))
         context.tx.forget_drain(node_id)
     for node_id, node in there.items():
         before = known.get(node_id)
@@ -89,7 +90,7 @@ def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:
         dated = before and replace(before, draining_until_s=node.draining_until_s, avoided=node.avoided)
         if dated == node:
             if before != node:
-                feed(context, ev.NodeJoined(node))
+                changes.append(ev.NodeJoined(node))
         elif before != node:
             holders = {
                 **next(n.busy for n in seen if n.node_id == node_id),
@@ -100,7 +101,8 @@ def tell_nodes(context: PassContext, seen: tuple[EngineNode, ...]) -> None:
                 EventKind.NODE_CHANGED,
                 Reason("node {node_id} has {slots} slots{busy:text}", node_id=node_id, slots=node.slots, busy=busy),
             )
-            feed(context, ev.NodeJoined(node))
+            changes.append(ev.NodeJoined(node))
+    feed_nodes(context, changes)
 
 
 def device_failed(
