@@ -322,15 +322,19 @@ class Decider:
         live.course = verdict.draft.courses[live.job_id]
         live.changed()
         self._register(live)
-        out: list[Decision] = []
-        planner, why = self.state.planner(now), Reason("{job:job} was admitted", job=live.job_id)
-        if self._put_off is not None:
-            self.state.keep(planner.reserve(verdict.draft), now)
-            self._put_off.append(why)
-        else:
-            self.complete_and_adopt(planner, verdict.draft, now, out, why)
+        out = self.adopt_proof(verdict.draft, now, Reason("{job:job} was admitted", job=live.job_id))
         plan = self.plan_of(live.job_id)
         return [Admit(live.job_id, terms, live.job.deadline_s, plan, verdict.reason), *out, *self._wake(now)]
+
+    def adopt_proof(self, draft: Draft, now: float, why: Reason) -> list[Decision]:
+        """Adopt a draft that proves all promises; only these, while decisions are made together."""
+        planner, out = self.state.planner(now), list[Decision]()
+        if self._put_off is not None:
+            self.state.keep(planner.reserve(draft), now)
+            self._put_off.append(why)
+        else:
+            self.complete_and_adopt(planner, draft, now, out, why)
+        return out
 
     def _refuse(self, live: LiveJob, verdict: AdmissionVerdict, now: float) -> list[Decision]:
         job = live.job
@@ -434,6 +438,20 @@ class Decider:
             if isinstance(decision, Admit) and (job := self.state.jobs.get(decision.job_id)) is not None:
                 out[i] = replace(decision, plan=self.plan_now(job))
         return out + rest
+
+    def change_together(
+        self, jobs: Iterable[LiveJob], change: Callable[[LiveJob], list[Decision]], now: float
+    ) -> list[Decision]:
+        """Change live jobs one by one, in order, and plan once for all the consequences."""
+        put_off, out = list[Reason](), list[Decision]()
+        self._put_off = put_off
+        try:
+            for job in jobs:
+                out += change(job)
+        finally:
+            self._put_off = None
+        self.state.forget_what_was_cut()
+        return out + (self.replan(now, among(put_off), retry=True) if put_off else self.state.wake(now))
 
     def _expected(self, job: Job, now: float) -> Expected | None:
         """Return a job that is decided on soon; None if it has no deadline, or cannot keep it."""

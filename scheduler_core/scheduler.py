@@ -164,10 +164,8 @@ class Scheduler:
                 return self._measured(job, event, now)
             case ev.JobAmended():
                 return self._amended(job, event, now)
-            case ev.JobParked():
-                return self._parked(job, now)
-            case ev.JobUnparked():
-                return self._unparked(job, now)
+            case ev.JobParked() | ev.JobUnparked():
+                return self.owners_changed([event], now)
             case ev.GangLost():
                 self._lose_gang(job, now)
                 return self._decider.replan(now, Reason("the gang of {job:job} was lost", job=job.job_id), retry=False)
@@ -217,6 +215,20 @@ class Scheduler:
         if not left:
             return self._state.wake(now)
         return self._decider.replan(now, among([Reason("{job:job} has left", job=job) for job in left]), retry=True)
+
+    def owners_changed(self, changes: Sequence[ev.OwnerChange], now: float) -> list[Decision]:
+        """Process simultaneous changes of whether jobs have an owner, and plan once for all: see :meth:`handle`.
+
+        When Airflow is away, all jobs lose their owners at once, and have them back at once.
+        """
+        self._state.calendar.expire(now)
+        known = {change.job_id: change for change in changes if change.job_id in self._state.jobs}
+
+        def change(job: LiveJob) -> list[Decision]:
+            is_parked = isinstance(known[job.job_id], ev.JobParked)
+            return self._parked(job, now) if is_parked else self._unparked(job, now)
+
+        return self._decider.change_together([self._state.jobs[job_id] for job_id in known], change, now)
 
     def _news(self, event: ev.Reported, now: float, measured: list[LiveJob]) -> Reason | None:
         """Process a report; return why to plan again, None if there is no need. See :meth:`_hear` for ``measured``."""
@@ -442,10 +454,9 @@ class Scheduler:
         return [rejected, *self._state.wake(now)]
 
     def _parked(self, job: LiveJob, now: float) -> list[Decision]:
-        state = self._state
+        state, out = self._state, list[Decision]()
         if job.phase is Phase.PARKED:
-            return state.wake(now)
-        out: list[Decision] = []
+            return out
         if job.mask:
             job.hold(state.layout, self.config, 0, now)
             reason = Reason("parked: its owner is away, so it holds nothing until one is back")
@@ -455,20 +466,17 @@ class Scheduler:
         return out + self._decider.replan(now, Reason("{job:job} is parked", job=job.job_id), retry=True)
 
     def _unparked(self, job: LiveJob, now: float) -> list[Decision]:
-        state = self._state
         if job.phase is not Phase.PARKED:
-            return state.wake(now)
+            return []
         job.phase, job.parked_from = job.parked_from or Phase.ADMITTED, None
         job.renew_trial(now, self.config)
         job.waiting_since_s = now
+        why = Reason("the owner of {job:job} is back", job=job.job_id)
         if job.promised and not job.at_risk and job.job.deadline_s is not None:
             verdict = self._decider.ask(job, now)
             if verdict.draft is not None:
-                out: list[Decision] = []
-                why = Reason("the owner of {job:job} is back", job=job.job_id)
-                self._decider.complete_and_adopt(state.planner(now), verdict.draft, now, out, why)
-                return out + state.wake(now)
-        return self._decider.replan(now, Reason("the owner of {job:job} is back", job=job.job_id), retry=True)
+                return self._decider.adopt_proof(verdict.draft, now, why)
+        return self._decider.replan(now, why, retry=True)
 
     def _gang_started(self, job: LiveJob, event: ev.GangStarted, now: float) -> bool:
         """Record since when a gang makes steps; return whether to plan again because that was not expected then."""

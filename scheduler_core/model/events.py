@@ -188,6 +188,7 @@ class WakeUp:
 
 JobEnd = JobFinished | JobFailed | JobCancelled
 NodeChange = NodeJoined | NodeLost | NodeDraining
+OwnerChange = JobParked | JobUnparked
 Reported = JobProgressed | JobMeasured | GangStarted
 
 Event = (

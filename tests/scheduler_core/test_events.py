@@ -353,6 +353,27 @@ def test_who_starts_and_whose_start_cost_more_than_planned_is_planned_once(make_
         assert scheduler.projected_finish_s(state.job.job_id) == pytest.approx(120.0)  # none of 100 steps done at 20 s
 
 
+def test_owners_that_leave_and_come_back_together_are_planned_with_once(make_job, nodes, monkeypatch) -> None:
+    """When Airflow is away, nobody asks for any job: with 500, a plan for each took a quarter of a minute."""
+    scheduler, plans = Scheduler(nodes=nodes(8)), []
+    names = [f"j{number}" for number in range(20)]
+    for number, name in enumerate(names):
+        only(scheduler.handle(ev.JobSubmitted(make_job(name, deadline=500.0 + 10 * number)), 0.0), de.Admit)
+    held = {state.job.job_id: state.placement.workers for state in scheduler.states()}
+    real = Decider._plan_again
+    monkeypatch.setattr(
+        Decider, "_plan_again", lambda self, *given, **more: plans.append(1) or real(self, *given, **more)
+    )
+    gone = scheduler.owners_changed([ev.JobParked(name) for name in names], 10.0)
+    assert {decision.job_id for decision in of(gone, de.Suspend)} == {name for name, size in held.items() if size}
+    assert scheduler.owners_changed([ev.JobParked(name) for name in names], 11.0) == []
+    scheduler.owners_changed([ev.JobUnparked(name) for name in [*names, "of nobody"]], 12.0)
+    assert len(plans) == 2
+    states = scheduler.states()
+    assert sum(state.placement.workers for state in states) == 8
+    assert all(state.phase is Phase.ADMITTED and not state.at_risk and state.reserved for state in states)
+
+
 def test_nodes_that_change_together_are_planned_with_together(make_job, nodes) -> None:
     """One by one, a job was put onto a node whose slot was still said to be free, and taken off it again."""
     avoided = [replace(node, avoided={0: 10.0}) for node in nodes(1, 1)]

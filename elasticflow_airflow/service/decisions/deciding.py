@@ -83,6 +83,11 @@ def feed_nodes(context: PassContext, changes: Sequence[ev.NodeChange]) -> None:
     _feed_together(context, changes, lambda: context.scheduler.nodes_changed(changes, context.now))
 
 
+def feed_owners(context: PassContext, changes: Sequence[ev.OwnerChange]) -> None:
+    """Pass which jobs have lost their owners, or have them back, to the scheduler; it plans once. Raises as feed."""
+    _feed_together(context, changes, lambda: context.scheduler.owners_changed(changes, context.now))
+
+
 def _feed_together(context: PassContext, events: Sequence[Event], decide: Callable[[], Sequence[Decision]]) -> None:
     if context.singly:
         for event in events:

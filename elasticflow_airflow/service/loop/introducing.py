@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -23,7 +23,7 @@ from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.scheduler_core.planning.protection_price import FORGOTTEN
 from elasticflow_airflow.service.decisions import lateness, loss_target, recurring_runs, resuming, task_history
-from elasticflow_airflow.service.decisions.deciding import feed, feed_submitted
+from elasticflow_airflow.service.decisions.deciding import feed, feed_owners, feed_submitted
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.scheduler_job import job_of_row, logical_workers, most_workers
 from elasticflow_airflow.service.decisions.session_settings import python_of
@@ -297,46 +297,69 @@ class Leases:
         self._leases = {key: lease for key, lease in self._stored.items() if key in live}
         deaf_s = monotonic_s - self._stored_at_s - context.settings.running_interval_s
         self._checked_at_s = monotonic_s
+        left, back = list[tuple[IncarnationRow, Reason]](), list[IncarnationRow]()
         for key, row in live.items():
             with context.on_behalf_of(row.job_id, "looking whether its owner is there"):
-                self._check(context, row, key, deaf_s, monotonic_s)
+                if self._is_back(context, row, key, deaf_s, monotonic_s):
+                    back.append(row)
+                elif (reason := self._why_to_park(context, row, key, monotonic_s)) is not None:
+                    left.append((row, reason))
+        _park(context, left)
+        _unpark(context, back)
 
-    def _check(
+    def _is_back(
         self, context: PassContext, row: IncarnationRow, key: tuple[str, int], deaf_s: float, monotonic_s: float
-    ) -> None:
+    ) -> bool:
+        """Renew the lease of a job whose owner was heard; return whether it was parked until now."""
         lease, renewals = self._leases.get(key), row.renewals + self._renewals.count(*key)
         if lease is None or lease.renewals != renewals or deaf_s > row.lease_s / 2:
             self._leases[key] = _Lease(renewals, monotonic_s)
             row.lease_expires_at = context.now + row.lease_s
             if lease is not None and lease.renewals != renewals:
                 row.heard_at = context.now  # Handlers only count requests.
-            if row.parked and lease is not None and lease.renewals != renewals:
-                _unpark(context, row)
-        elif not row.ending:
-            _expire(context, row, monotonic_s - lease.renewed_at_monotonic_s)
+            return row.parked and lease is not None and lease.renewals != renewals
+        return False
 
-
-def _expire(context: PassContext, row: IncarnationRow, away_s: float) -> None:
-    if away_s > row.lease_s + row.orphan_s:
-        reason = Reason("nobody has asked for the job for {away_s:duration}: cancelled", away_s=away_s)
+    def _why_to_park(
+        self, context: PassContext, row: IncarnationRow, key: tuple[str, int], monotonic_s: float
+    ) -> Reason | None:
+        """Cancel a job whose owner stays away; return why it is to be parked, None if it is not."""
+        away_s = monotonic_s - self._leases[key].renewed_at_monotonic_s
+        if row.ending or away_s <= row.lease_s:
+            return None
+        if away_s > row.lease_s + row.orphan_s:
+            reason = Reason("nobody has asked for the job for {away_s:duration}: cancelled", away_s=away_s)
+            context.tx.rely_on(row, "renewals")
+            context.end(row, State.CANCELLED, reason)
+            return None
+        if row.parked or row.job_id in context.faults:
+            return None
         context.tx.rely_on(row, "renewals")
-        context.end(row, State.CANCELLED, reason)
-    elif away_s > row.lease_s and not row.parked and row.job_id not in context.faults:
-        context.tx.rely_on(row, "renewals")
-        row.parked = True
-        reason = Reason(
+        return Reason(
             "nobody has asked for the job for {away_s:duration}: suspended with a checkpoint until somebody does",
             away_s=away_s,
         )
-        context.event(EventKind.PARKED, reason, row)
-        feed(context, ev.JobParked(row.job_id))
-        row.desired_generation = None
-        move(row, State.SUSPENDED, reason)
 
 
-def _unpark(context: PassContext, row: IncarnationRow) -> None:
-    row.parked = False
-    reason = Reason("its owner is back")
-    context.event(EventKind.UNPARKED, reason, row)
-    move(row, State.ADMITTED, reason)
-    feed(context, ev.JobUnparked(row.job_id))
+def _park(context: PassContext, left: Sequence[tuple[IncarnationRow, Reason]]) -> None:
+    """Have jobs give up what they hold until somebody asks for them again."""
+    for row, reason in left:
+        with context.on_behalf_of(row.job_id, "parking it"):
+            row.parked = True
+            context.event(EventKind.PARKED, reason, row)
+    feed_owners(context, [ev.JobParked(row.job_id) for row, _ in left])
+    for row, reason in left:
+        with context.on_behalf_of(row.job_id, "parking it"):
+            row.desired_generation = None
+            move(row, State.SUSPENDED, reason)
+
+
+def _unpark(context: PassContext, back: Sequence[IncarnationRow]) -> None:
+    """Let jobs have slots again."""
+    for row in back:
+        with context.on_behalf_of(row.job_id, "letting it go on"):
+            row.parked = False
+            reason = Reason("its owner is back")
+            context.event(EventKind.UNPARKED, reason, row)
+            move(row, State.ADMITTED, reason)
+    feed_owners(context, [ev.JobUnparked(row.job_id) for row in back])
