@@ -12,6 +12,7 @@ import pytest
 from support.gang import install
 
 from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV
+from elasticflow_airflow.engines.local import observing
 from elasticflow_airflow.engines.local.observing import Observer
 from elasticflow_airflow.engines.port import EngineError, GangObservation, GangOutcome, GangSpec, GangState
 from elasticflow_airflow.runtime.protocol import Membership, ReportKind, RescaleMode
@@ -225,6 +226,34 @@ def test_a_stop_and_a_restart_in_the_middle_of_a_change(bench: Bench, plan: Make
     assert bench.look()[4].state is GangState.ENDED
 
 
+@pytest.mark.parametrize(
+    "bench", [pytest.param("local", marks=slow), pytest.param("cluster", marks=slow)], indirect=True
+)
+@pytest.mark.parametrize("goes_on", [True, False], ids=["trains on", "is over"])
+def test_who_was_to_join_and_never_came_keeps_nothing_open(
+    bench: Bench, plan: Make, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """A leader died when it had written down whom it starts, and had started nobody; its successor plans anew."""
+    monkeypatch.setattr(observing, "START_LIMIT_S", 2.0)
+    begun = plan(1, "A")
+    begun = begun if goes_on else replace(begun, session=replace(begun.session, epochs=80))
+    bench.engine.apply(begun)
+    bench.wait_state(1, GangState.RUNNING)
+    with monkeypatch.context() as dies:
+        dies.setattr(bench.engine._machines, "spawn", lambda *_: None)  # type: ignore[attr-defined]
+        bench.engine.apply(replace(plan(2, "AC"), session=begun.session))
+    bench.restart()
+    if goes_on:
+        bench.engine.apply(plan(3, "A"))
+        bench.wait_state(3, GangState.RUNNING)
+        assert bench.wait_state(2, GangState.ENDED).outcome is GangOutcome.STOPPED
+        over(bench)
+    else:
+        ended = bench.wait(lambda gangs: all(gang.state is GangState.ENDED for gang in gangs.values()), "all is over")
+        assert GangOutcome.FINISHED in [gang.outcome for gang in ended.values()]
+        assert bench.left_behind() == []
+
+
 def test_nothing_is_there_that_could_go_on(bench: Bench, plan: Make) -> None:
     with pytest.raises(EngineError, match="in place"):
         bench.engine.apply(plan(2, "A"))
@@ -245,7 +274,8 @@ def test_the_plan_of_a_change_names_members_and_lost(local_bench: Bench, code_di
     assert found is not None
     assert [member.worker_id for member in found.members] == ["g000001-r001", "g000002-r001"]
     assert (found.generation, found.mode, found.lost) == (2, RescaleMode.IN_PLACE, ("g000001-r000",))
-    gangs = bench.wait(lambda gangs: gangs[1].workers[0].exit_code == -9, "who is given up is killed")
-    assert gangs[1].state is GangState.RUNNING
+    gangs = bench.wait(lambda gangs: gangs[1].workers[0].exit_code is not None, "who is given up is gone")
+    assert gangs[1].workers[0].exit_code in (-9, 0), "it is killed, unless it has left by the plan before"
+    assert gangs[1].outcome in (None, GangOutcome.STOPPED)
     bench.wait_state(2, GangState.RUNNING)
     over(bench)

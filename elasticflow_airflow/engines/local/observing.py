@@ -211,7 +211,13 @@ class Observer:
         if successor is not None:
             # Its members train in later generations; only workers that have not left yet remain.
             gone_on = {w for g in job.gangs.values() if g.generation >= successor.generation for w in g.worker_ids}
-            left = [w for w in self.workers(gang, statuses) if w.worker_id not in gone_on and w.exit_code is None]
+            left = [
+                worker
+                for worker in self.workers(gang, statuses)
+                if worker.worker_id not in gone_on
+                and worker.exit_code is None
+                and not (gang.is_born(worker.rank) and self._never_comes(job, gang, worker.slot.node_id, statuses))
+            ]
             return None if left else GangVerdict(GangState.ENDED, GangOutcome.STOPPED)
         waiting: list[str] = []
         lost: list[str] = []
@@ -233,20 +239,27 @@ class Observer:
         elif lost and waiting:
             gang.order(StopOrder(0.0, f"the supervisor on {lost[0]} died", kill=True))
         if not lost and waiting and all(statuses[node_id] is None for node_id in waiting):
-            return self._given_up(job, gang, waiting)
+            return self._given_up(job, gang, waiting, statuses)
         if waiting or self._machines.end_leftovers(dead):
             return None
         return lost
 
-    def _given_up(self, job: JobRecord, gang: GangRecord, waiting: list[str]) -> GangVerdict | None:
-        """Judge supervisors that never wrote anything: the service may have crashed before it started them."""
-        for node_id in waiting:
-            if self._machines.is_coming_up(gang.folders[node_id]):
-                return None
-            if not self.elapsed(job, gang, f"start {node_id}", START_LIMIT_S):
-                return None
+    def _never_comes(
+        self, job: JobRecord, gang: GangRecord, node_id: str, statuses: Mapping[str, Status | None]
+    ) -> bool:
+        """Return whether a supervisor has never written anything: the service may have died before it started it."""
+        if statuses[node_id] is not None or self._machines.is_coming_up(gang.folders[node_id]):
+            return False
+        return self.elapsed(job, gang, f"start {node_id}", START_LIMIT_S)
+
+    def _given_up(
+        self, job: JobRecord, gang: GangRecord, waiting: list[str], statuses: Mapping[str, Status | None]
+    ) -> GangVerdict | list[str] | None:
+        """Judge a gang of which only supervisors are left that never wrote anything."""
+        if not all(self._never_comes(job, gang, node_id, statuses) for node_id in waiting):
+            return None
         if gang.in_place and len(waiting) < len(gang.folders):
-            return None  # The training workers are not affected.
+            return []  # Those who trained have ended, and were not affected.
         if len(waiting) < len(gang.folders):
             gang.order(StopOrder(0.0, f"no supervisor came up on {waiting[0]}", kill=True))
             return None
