@@ -147,7 +147,8 @@ class Script:
 
 def real(url: str, old_pause_s: float, after: str) -> list[Any]:
     """The same with the real store: the old leader writes from 0 s on, the new one is elected, and writes, at 0.5 s."""
-    got: list[Any] = []
+    got: list[tuple[float, str, str]] = []
+    checked_s: dict[int, float] = {}
     stores = {name: Store(url) for name in ("old", "new")}  # of two processes
     begun = threading.Event()
 
@@ -157,6 +158,7 @@ def real(url: str, old_pause_s: float, after: str) -> list[Any]:
                 begun.set()
                 pause()
             if connection.execute(sa.text("SELECT epoch FROM leader")).scalar() != epoch:
+                checked_s[epoch] = time.monotonic()
                 raise LostOwnershipError("another replica decides")
 
         return check
@@ -166,11 +168,12 @@ def real(url: str, old_pause_s: float, after: str) -> list[Any]:
             with stores[name].for_decisions(checks(epoch, lambda: time.sleep(pause_s))).write():
                 begun.set()
                 time.sleep(pause_s if after == "check" else 0.0)
-            got.append((name, "committed"))
+                inside_s = time.monotonic()  # Whoever comes next is not inside before this is committed.
+            got.append((inside_s, name, "committed"))
         except LostOwnershipError:
-            got.append((name, "lost ownership"))
+            got.append((checked_s[epoch], name, "lost ownership"))
         except DATABASE_AWAY:
-            got.append((name, "away"))
+            got.append((time.monotonic(), name, "away"))
 
     with stores["new"].engine_without_transactions.connect() as connection:
         connection.execute(sa.text("UPDATE leader SET epoch = 1"))
@@ -184,7 +187,7 @@ def real(url: str, old_pause_s: float, after: str) -> list[Any]:
         old.join()
     for store in stores.values():
         store.close()
-    return got
+    return [(name, outcome) for _, name, outcome in sorted(got)]
 
 
 @pytest.mark.parametrize(
