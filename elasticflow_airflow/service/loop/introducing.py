@@ -35,6 +35,7 @@ from elasticflow_airflow.service.store.tables import AmendmentRow, IncarnationRo
 from elasticflow_airflow.service.store.transitions import move
 from elasticflow_airflow.service.store.views import UNREADABLE
 
+_OWNERS = "looking whether its owner is there"
 _TASKS_AT_ONCE = 200
 """For so many new jobs what is known of their tasks is loaded together."""
 
@@ -299,7 +300,7 @@ class Leases:
         self._checked_at_s = monotonic_s
         left, back = list[tuple[IncarnationRow, Reason]](), list[IncarnationRow]()
         for key, row in live.items():
-            with context.on_behalf_of(row.job_id, "looking whether its owner is there"):
+            with context.on_behalf_of(row.job_id, _OWNERS):
                 if self._is_back(context, row, key, deaf_s, monotonic_s):
                     back.append(row)
                 elif (reason := self._why_to_park(context, row, key, monotonic_s)) is not None:
@@ -344,12 +345,12 @@ class Leases:
 def _park(context: PassContext, left: Sequence[tuple[IncarnationRow, Reason]]) -> None:
     """Have jobs give up what they hold until somebody asks for them again."""
     for row, reason in left:
-        with context.on_behalf_of(row.job_id, "parking it"):
+        with context.on_behalf_of(row.job_id, _OWNERS):
             row.parked = True
             context.event(EventKind.PARKED, reason, row)
     feed_owners(context, [ev.JobParked(row.job_id) for row, _ in left])
     for row, reason in left:
-        with context.on_behalf_of(row.job_id, "parking it"):
+        with context.on_behalf_of(row.job_id, _OWNERS):
             row.desired_generation = None
             move(row, State.SUSPENDED, reason)
 
@@ -357,7 +358,7 @@ def _park(context: PassContext, left: Sequence[tuple[IncarnationRow, Reason]]) -
 def _unpark(context: PassContext, back: Sequence[IncarnationRow]) -> None:
     """Let jobs have slots again."""
     for row in back:
-        with context.on_behalf_of(row.job_id, "letting it go on"):
+        with context.on_behalf_of(row.job_id, _OWNERS):
             row.parked = False
             reason = Reason("its owner is back")
             context.event(EventKind.UNPARKED, reason, row)
