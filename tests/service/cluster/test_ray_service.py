@@ -73,6 +73,7 @@ def test_a_job_over_two_machines_keeps_its_deadline_though_one_loses_its_power(t
     assert time.time() < deadline
 
 
+@pytest.mark.soak  # With replicas it is more: see test_ray_replicas.py.
 def test_training_goes_on_while_rays_head_is_away_and_the_service_starts_again(trial: RayTrial) -> None:
     trial.start()
     job = trial.submit("only", 40, scaling_curve={1: 6.0, 2: 9.0}, max_workers=2)
