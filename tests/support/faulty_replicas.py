@@ -110,8 +110,9 @@ class FaultyReplicas(FaultyTrial):
         return [one for one in self.named(index, "serve") if one.cmdline()[:1] == [sys.executable]]
 
     def spoil(self, *faults: Fault) -> None:
-        """The database goes last: another fault is for the leader, and without a database there is none."""
-        super().spoil(*sorted(faults, key=lambda fault: fault == self.restart_the_database))
+        """The database goes last, and once: another fault is for the leader, and without a database there is none."""
+        others = [fault for fault in faults if fault != self.restart_the_database]
+        super().spoil(*others, *([self.restart_the_database] if len(others) < len(faults) else []))
 
     def settle(self) -> None:
         for index in REPLICAS:
