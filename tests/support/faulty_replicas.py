@@ -200,12 +200,15 @@ class FaultyReplicas(FaultyTrial):
             )
 
     def upgrade(self, _: int) -> None:
-        """Exchange one replica after the other, as planned."""
+        """Exchange one replica after the other, as planned; one that stands still is killed, as systemd does."""
         for index in REPLICAS:
             found = self.services(index)
             for one in found:
                 one.send_signal(signal.SIGTERM)
-            psutil.wait_procs(found, timeout=30)
+            _, left = psutil.wait_procs(found, timeout=30)
+            for one in left:
+                one.kill()
+            psutil.wait_procs(left, timeout=10)
             self.machines.run_beside(index, *self.serving(index))
             self.wait(lambda i=index: self.is_ready(i), "it answers", 60)
 
