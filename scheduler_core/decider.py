@@ -6,7 +6,8 @@ This part of the scheduler calls admission control and adopts plans. It is calle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
@@ -418,21 +419,18 @@ class Decider:
         Each verdict is proven beside all existing promises, as if the job had been submitted alone; several may be
         proven by one plan. The remaining capacity for other jobs and growth is allocated at the end.
         """
-        put_off: list[Reason] = []
         out = self._catch_up(now)
-        self._put_off, lookahead = put_off, self._lookahead
-        lookahead.begin(now)
-        coming = iter(jobs)
-        try:
-            while some := list(islice(coming, lookahead.most)):
-                lookahead.expect(one for job in some if (one := self._expected(job, now)) is not None)
-                for newcomer in some:
-                    out += decide(newcomer)
-                    lookahead.settled(newcomer.job_id)
-        finally:
-            self._put_off = None
-            lookahead.end()
-        self.state.forget_what_was_cut()
+        lookahead, coming = self._lookahead, iter(jobs)
+        with self._plan_put_off() as put_off:
+            lookahead.begin(now)
+            try:
+                while some := list(islice(coming, lookahead.most)):
+                    lookahead.expect(one for job in some if (one := self._expected(job, now)) is not None)
+                    for newcomer in some:
+                        out += decide(newcomer)
+                        lookahead.settled(newcomer.job_id)
+            finally:
+                lookahead.end()
         rest = self.replan(now, among(put_off), retry=False) if put_off else self.state.wake(now)
         for i, decision in enumerate(out):
             if isinstance(decision, Admit) and (job := self.state.jobs.get(decision.job_id)) is not None:
@@ -443,15 +441,22 @@ class Decider:
         self, jobs: Iterable[LiveJob], change: Callable[[LiveJob], list[Decision]], now: float
     ) -> list[Decision]:
         """Change live jobs one by one, in order, and plan once for all the consequences."""
-        put_off, out = list[Reason](), list[Decision]()
-        self._put_off = put_off
-        try:
+        out: list[Decision] = []
+        with self._plan_put_off() as put_off:
             for job in jobs:
                 out += change(job)
+        return out + (self.replan(now, among(put_off), retry=True) if put_off else self.state.wake(now))
+
+    @contextmanager
+    def _plan_put_off(self) -> Iterator[list[Reason]]:
+        """Decide without planning; the list gets the reasons for the one plan that is to be made afterwards."""
+        put_off: list[Reason] = []
+        self._put_off = put_off
+        try:
+            yield put_off
         finally:
             self._put_off = None
         self.state.forget_what_was_cut()
-        return out + (self.replan(now, among(put_off), retry=True) if put_off else self.state.wake(now))
 
     def _expected(self, job: Job, now: float) -> Expected | None:
         """Return a job that is decided on soon; None if it has no deadline, or cannot keep it."""

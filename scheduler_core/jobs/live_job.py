@@ -200,8 +200,7 @@ class LiveJob:
             return -INFINITY
         if config.starts_reported and not self.started:
             return INFINITY
-        costs = self.job.costs
-        return max(self.ready_s, self.joined_s) + (0.0 if costs.join_s else costs.pause_s)
+        return max(self.ready_s, self.joined_s) + self.job.costs.repaid_after_s
 
     def grows_again(self, now: float, config: SchedulerConfig) -> bool:
         """Return whether there were slots that it could not grow into at once, and now it may."""

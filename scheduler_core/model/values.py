@@ -118,6 +118,11 @@ class RescaleCosts:
     tail_s: float = 0.0
     join_s: float = 0.0
 
+    @property
+    def repaid_after_s(self) -> float:
+        """Return how long a job trains after a change until it may grow: as long as its pause took, if by a restart."""
+        return 0.0 if self.join_s else self.pause_s
+
 
 class OnReject(StrEnum):
     """What the submitter wants to happen when the deadline cannot be promised."""

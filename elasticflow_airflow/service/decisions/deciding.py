@@ -84,7 +84,10 @@ def feed_nodes(context: PassContext, changes: Sequence[ev.NodeChange]) -> None:
 
 
 def feed_owners(context: PassContext, changes: Sequence[ev.OwnerChange]) -> None:
-    """Pass which jobs have lost their owners, or have them back, to the scheduler; it plans once. Raises as feed."""
+    """Tell the scheduler which jobs have lost their owners or have them back, so that it plans once for all.
+
+    Raises as :func:`feed`.
+    """
     _feed_together(context, changes, lambda: context.scheduler.owners_changed(changes, context.now))
 
 

@@ -301,14 +301,14 @@ class Leases:
         left, back = list[tuple[IncarnationRow, Reason]](), list[IncarnationRow]()
         for key, row in live.items():
             with context.on_behalf_of(row.job_id, _OWNERS):
-                if self._is_back(context, row, key, deaf_s, monotonic_s):
+                if self._renew(context, row, key, deaf_s, monotonic_s):
                     back.append(row)
-                elif (reason := self._why_to_park(context, row, key, monotonic_s)) is not None:
+                elif reason := _expire(context, row, monotonic_s - self._leases[key].renewed_at_monotonic_s):
                     left.append((row, reason))
         _park(context, left)
         _unpark(context, back)
 
-    def _is_back(
+    def _renew(
         self, context: PassContext, row: IncarnationRow, key: tuple[str, int], deaf_s: float, monotonic_s: float
     ) -> bool:
         """Renew the lease of a job whose owner was heard; return whether it was parked until now."""
@@ -321,25 +321,22 @@ class Leases:
             return row.parked and lease is not None and lease.renewals != renewals
         return False
 
-    def _why_to_park(
-        self, context: PassContext, row: IncarnationRow, key: tuple[str, int], monotonic_s: float
-    ) -> Reason | None:
-        """Cancel a job whose owner stays away; return why it is to be parked, None if it is not."""
-        away_s = monotonic_s - self._leases[key].renewed_at_monotonic_s
-        if row.ending or away_s <= row.lease_s:
-            return None
-        if away_s > row.lease_s + row.orphan_s:
-            reason = Reason("nobody has asked for the job for {away_s:duration}: cancelled", away_s=away_s)
-            context.tx.rely_on(row, "renewals")
-            context.end(row, State.CANCELLED, reason)
-            return None
-        if row.parked or row.job_id in context.faults:
-            return None
+
+def _expire(context: PassContext, row: IncarnationRow, away_s: float) -> Reason | None:
+    """Cancel a job whose owner stays away; return why it is to be parked, None if it is not."""
+    if row.ending:
+        return None
+    if away_s > row.lease_s + row.orphan_s:
+        reason = Reason("nobody has asked for the job for {away_s:duration}: cancelled", away_s=away_s)
+        context.tx.rely_on(row, "renewals")
+        context.end(row, State.CANCELLED, reason)
+    elif away_s > row.lease_s and not row.parked and row.job_id not in context.faults:
         context.tx.rely_on(row, "renewals")
         return Reason(
             "nobody has asked for the job for {away_s:duration}: suspended with a checkpoint until somebody does",
             away_s=away_s,
         )
+    return None
 
 
 def _park(context: PassContext, left: Sequence[tuple[IncarnationRow, Reason]]) -> None:

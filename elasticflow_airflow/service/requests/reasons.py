@@ -159,8 +159,7 @@ def _limit(case: _Case, until: float) -> Reason | None:
         return Reason("its speed with more is not known")
     if not state.started:
         return Reason("its last start or change is not done yet")
-    costs = state.job.costs
-    grows_from_s = state.no_progress_until_s + (0.0 if costs.join_s else costs.pause_s)
+    grows_from_s = state.no_progress_until_s + state.job.costs.repaid_after_s
     if case.now < grows_from_s:
         kind = "it has to make up for the pause of its last change first, until {grows_from}"
         return Reason(kind, grows_from=clock(grows_from_s, case.now))

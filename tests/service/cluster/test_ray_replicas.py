@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.machines import need_namespaces
-from support.node_agents import TOKEN
 from support.postgres import service_database
 from support.ray_machines import RayMachines
+from support.ray_trial import settings_for
 from support.replica_trial import ReplicaTrial, replicas
 from support.trial import SCALING
 
@@ -27,8 +27,6 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayMac
     need_namespaces()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = RayMachines(NODES, own_folder=tmp_path / "locks")
-    for name, value in found.ray_env.items():
-        monkeypatch.setenv(name, value)
     try:
         found.start_head()
         for index in range(NODES):
@@ -39,17 +37,9 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayMac
 
 
 @pytest.fixture
-def trial(machines: RayMachines, tmp_path: Path) -> Iterator[ReplicaTrial]:
+def trial(machines: RayMachines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicaTrial]:
     base = tmp_path / "trial"
-    settings = {
-        "engine": "ray",
-        "ray_address": machines.address,
-        "ray_reserved": True,
-        "node_folder": base / "nodes",
-        "shared_dir": base / "shared",
-        "node_token": TOKEN,
-        "suspicion_s": 10,
-    }
+    settings = {**settings_for(machines, base, monkeypatch), "suspicion_s": 10}
     with (
         service_database("postgresql") as url,
         replicas(ReplicaTrial(base, str(url), SCALING, nodes=0, settings=settings)) as found,
