@@ -254,6 +254,8 @@ class Engine(Protocol):
     def observe(self) -> tuple[GangObservation, ...]:
         """Return every generation of every job that is running, or has ended and is not forgotten.
 
+        Each report is returned once in the life of the engine, in order. A call that raises takes none along.
+
         Raises EngineError only for problems of the machine or of all gangs: a problem with the files of one job is
         reported as the ``trouble`` of its gangs. Those can be renewed and stopped like any other.
         """

@@ -541,6 +541,52 @@ def test_an_end_is_told_after_the_log(cluster: Cluster) -> None:
         assert engine.read_log("job", 1, "g000001-r001", 0, 100).data == b"the log of g000001-r001\n"
 
 
+@pytest.mark.parametrize("ended", [False, True], ids=["trains", "has ended"])
+@pytest.mark.parametrize("where", ["save", "_follow_up"])
+def test_what_was_read_in_a_look_that_failed_is_told_by_the_next_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, ended: bool, where: str
+) -> None:
+    """Each report is told once: who counts them knows by their numbers which ones it has had from a leader before."""
+    gang = cluster.gang()
+    cluster.record(gang)
+    for node in cluster.nodes:
+        cluster.lay(node, gang)
+    node = cluster.nodes[0]
+    for step in range(1, 4):
+        kind, data = (ReportKind.STARTED, {"in_place": True}) if step == 1 else (ReportKind.PROGRESS, {})
+        said = Report(kind=kind, generation=1, worker_id="g000001-r000", rank=0, step=step, data=data)
+        append_report(report_path(node.folder, 1, "g000001-r000"), said)
+    if ended:
+        for node in cluster.nodes:
+            end(node, gang, exit_code=3)
+    place = FileRecords if where == "save" else TorchrunEngine
+    original, failures = getattr(place, where), iter(range(2))
+
+    def fail_at_first(*given: Any) -> Any:
+        if next(failures, None) is not None:
+            raise EngineError("the records cannot be written in the database")
+        return original(*given)
+
+    with cluster.led_by(cluster.lease.elect()) as engine:
+        monkeypatch.setattr(place, where, fail_at_first)
+        told: list[Report] = []
+        refused = 0
+
+        def all_told() -> bool:
+            nonlocal refused
+            try:
+                told.extend(states(engine)[1].reports)
+            except EngineError:
+                refused += 1
+            return len(told) >= 5
+
+        wait_until(all_told, "all five reports")
+        for _ in range(3):
+            assert states(engine)[1].reports == ()
+    assert refused == 2
+    assert [report.step for report in told if report.worker_id == "g000001-r000"] == [0, 1, 2, 3]
+
+
 def test_damaged_files_of_one_job_do_not_stop_the_takeover(cluster: Cluster) -> None:
     gang = cluster.gang()
     cluster.record(gang)

@@ -156,7 +156,7 @@ class TorchrunEngine:
             return self._machines.prepare_environment(python, requirements)
 
     def observe(self) -> tuple[GangObservation, ...]:
-        """Return every gang that is not forgotten, with its reports since the previous call."""
+        """Return every gang that is not forgotten, with its reports since the previous successful call."""
         with self._lock, disk_errors(self._state_dir):
             self._machines.reap()
             self._note_kept_logs()
@@ -171,6 +171,7 @@ class TorchrunEngine:
                 found += running
                 if not running:
                     self._put_away(job_id)
+            self._observer.handed_over()
             return tuple(found)
 
     def _look_at(self, job: JobRecord, gang: GangRecord) -> GangObservation:

@@ -44,6 +44,8 @@ class Observer:
         """Gangs whose files cannot be read and whose supervisors were seen to hold their slots."""
         self._heard: dict[tuple[str, int], Heard] = {}
         self._offsets: dict[tuple[str, int, str], int] = {}
+        self._unsent: dict[tuple[str, int], tuple[Report, ...]] = {}
+        """Reports that were read, but not handed over yet: whatever fails after reading must not lose them."""
         self._ended: dict[tuple[str, int], GangObservation] = {}
         self._first_seen_s: dict[tuple[str, int, str], float] = {}
         self._signs: dict[tuple[str, int], tuple[list[int], float]] = {}
@@ -56,6 +58,7 @@ class Observer:
         self._heard.pop(key, None)
         self._signs.pop(key, None)
         self._last.pop(key, None)
+        self._unsent.pop(key, None)
         self._were_held.discard(key)
         for member in gang.members:
             self._offsets.pop((job.job_id, gang.generation, member.worker_id), None)
@@ -63,16 +66,17 @@ class Observer:
             del self._first_seen_s[what]
 
     def observe(self, job: JobRecord, gang: GangRecord) -> GangObservation:
-        """Observe one gang; its reports are those since the previous observation."""
+        """Observe one gang; its reports are all those since the last call of ``handed_over``."""
         key = (job.job_id, gang.generation)
         if key in self._ended:
-            return self._ended[key]
+            return replace(self._ended[key], reports=self._unsent.get(key, ()))
         statuses = read_statuses(gang)
         # Read statuses first: a worker that has ended by then adds no more reports.
         verdict_of_end = self._end_of(job, gang, statuses)
-        reports = self._new_reports(job, gang)
+        news = self._new_reports(job, gang)
+        self._unsent[key] = self._unsent.get(key, ()) + news
         heard = self._heard.setdefault(key, Heard())
-        heard.take(reports)
+        heard.take(news)
         if heard.in_place and not gang.capable:
             gang.capable = True
             self._save(job)
@@ -98,7 +102,7 @@ class Observer:
             state=verdict.state,
             outcome=verdict.outcome,
             workers=self.workers(gang, statuses) if gang.started else (),
-            reports=reports,
+            reports=self._unsent[key],
             failure=verdict.failure,
             failed_rank=verdict.failed_rank,
         )
@@ -109,11 +113,16 @@ class Observer:
             self._last[key] = replace(observation, reports=())
         return observation
 
+    def handed_over(self) -> None:
+        """Note that the reports of all observations so far have reached the caller, who gets them once."""
+        self._unsent.clear()
+
     def unread(self, job: JobRecord, gang: GangRecord, trouble: str) -> GangObservation:
         """Return what is known of a gang whose files cannot be read: its last state, or that it has ended."""
         key = (job.job_id, gang.generation)
+        reports = self._unsent.get(key, ())
         if key in self._ended:
-            return self._ended[key]
+            return replace(self._ended[key], reports=reports)
         before = self._last.get(key)
         if before is None:
             before = GangObservation(
@@ -124,6 +133,7 @@ class Observer:
                 outcome=None,
                 workers=unseen_workers(gang.placement, gang.worker_ids) if gang.started else (),
             )
+        before = replace(before, reports=reports)
         if not self._is_there(job, gang):
             return lost_unseen(before, trouble)
         return replace(before, state=GangState.LEAVING if gang.told else before.state, trouble=trouble)
@@ -359,6 +369,7 @@ def lost_unseen(before: GangObservation, trouble: str) -> GangObservation:
         state=GangState.ENDED,
         outcome=GangOutcome.LOST,
         workers=before.workers,
+        reports=before.reports,
         failure=trouble,
         trouble=trouble,
     )
