@@ -95,7 +95,7 @@ def folders() -> str:
     top = REFERENCE.parents[1]
     roots = (top / "operators", top / "scheduler_core", PACKAGE)
     inits = sorted(init for root in roots for init in root.rglob("__init__.py"))
-    rows = ["| folder | is |", "|---|---|"]
+    rows = ["| folder | contents |", "|---|---|"]
     for init in inits:
         if init.parent.name in ("migrations", "versions"):
             continue
@@ -137,7 +137,7 @@ def _transitions(table: Mapping[str, frozenset[str]]) -> str:
     rows = ["| state | may be followed by |", "|---|---|"]
     for state, following in table.items():
         names = [f"`{after!s}`" for after in sorted(following - {state}, key=order.index)]
-        rows.append(f"| `{state!s}` | {', '.join(names) or 'nothing: it is over'} |")
+        rows.append(f"| `{state!s}` | {', '.join(names) or 'nothing: final state'} |")
     return "\n".join(rows)
 
 
@@ -225,7 +225,7 @@ def _command(callback: Callable[..., Any], path: str) -> Iterator[str]:
     asks = {"url", "state_dir"} <= {p.name for p in options}
     rows = [_option_row(p) for p in options if not (asks and p.name in ("url", "state_dir"))]
     if asks:
-        yield "Asks [the service](#which-service): `--url`, `--state-dir`."
+        yield "Talks to [the service](#which-service): `--url`, `--state-dir`."
     if rows:
         yield "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
 

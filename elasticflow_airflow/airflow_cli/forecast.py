@@ -102,7 +102,7 @@ def _forecast(dag_files: list[str], hours: float, chosen_conn_id: str | None, *,
             say(f"{len(bad) - len(new)} of them would not be kept without these files either")
     for unknown in made.unknown:
         due = "" if unknown.due is None else f", due {unknown.due:%a %Y-%m-%d %H:%M %Z}"
-        say(f"of {unknown.task}{due} nobody can say: {unknown.reason}", "yellow")
+        say(f"{unknown.task}{due} cannot be predicted: {unknown.reason}", "yellow")
     if made.best_effort:
         say(f"best effort, without a deadline: {', '.join(made.best_effort)}")
     return missed

@@ -160,7 +160,7 @@ class WhatToTrain:
         template=True,
         wire="command.requirements",
         flag="--requirements",
-        help="A requirements file: packages that are installed beside the interpreter's.",
+        help="A requirements file: packages to install in addition to the interpreter's.",
         default_means="none",
     )
     """Packages beside those of the interpreter: a list like `["accelerate==1.2.3"]`, or a requirements file (relative:
@@ -217,7 +217,7 @@ class HowMuch:
         template=True,
         wire="target_loss",
         flag="--target-loss",
-        help="End when the smoothed loss is there.",
+        help="End when the smoothed loss reaches this.",
     )
     """End the training, as a success, as soon as the smoothed loss (mean of about the last 32 steps) is there. `steps`
     or `epochs` must be given as well: the most that it trains, and what its deadline is promised on. For scripts that
@@ -233,7 +233,7 @@ class ByWhen:
         forecast="needed",
         wire="deadline_at",
         flag="--deadline",
-        help=f"When it must have ended: {MOMENT_FORMS}.",
+        help=f"By when it must end: {MOMENT_FORMS}.",
     )
     """Time of day in the DAG's time zone, duration after the run is due, datetime, or text of either. See
     [how to choose a deadline](../how-to/deadlines.md)."""
@@ -271,7 +271,7 @@ class ByWhen:
         forecast="useful",
         wire="latest_deadline_at",
         flag="--latest-deadline",
-        help="With renegotiate or late, which lets its value fall until then: the latest deadline that will do.",
+        help="With renegotiate or late (where its value falls until then): the latest acceptable deadline.",
     )
     """Only with `on_reject="renegotiate"` or `"late"`; the same forms as `deadline`."""
     on_past_deadline = Option(
@@ -314,7 +314,7 @@ class HowItRuns:
         ValueKind.POWER_OF_TWO,
         wire="logical_workers",
         flag="--logical-workers",
-        help="Shares that each step is cut into, whatever the number of workers.",
+        help="Shares that each step is split into, for any number of workers.",
         default_means="8, or `max_workers`",
     )
     """Consistent mode: into how many shares every step is cut, whatever the number of workers. A power of two that
@@ -325,7 +325,7 @@ class HowItRuns:
         ValueKind.SEED,
         wire="seed",
         flag="--seed",
-        help="Of all that is random; default: the script's, or 0.",
+        help="Seed of everything random; default: the script's, or 0.",
         default_means="the script's, or 0",
     )
     """Of all that is random in the training: the first weights, the order of samples, dropout."""
@@ -335,7 +335,7 @@ class HowItRuns:
         ValueKind.PATTERN,
         wire="progress_regex",
         flag="--progress-regex",
-        help="For scripts that know nothing of us: how a line of output tells the step.",
+        help="For scripts without this library: a pattern that finds the step in a line of output.",
     )
     """How to read the step, and the loss, in the lines of a script that knows nothing of this library; it also needs
     `steps`. [How](../how-to/plain-torchrun-script.md#as-a-task)."""
@@ -343,7 +343,7 @@ class HowItRuns:
         ValueKind.PATH,
         wire="progress_file",
         flag="--progress-file",
-        help="The same by a file, in its working directory, to which it writes its step.",
+        help="The same with a file, in its working directory, that it writes its step to.",
     )
     """Or the file that such a script writes its step into."""
     on_at_risk = Option(ValueKind.CALLABLES, decidable=False)

@@ -23,10 +23,10 @@ def amend(
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     deadline: str | None = typer.Option(None, "--deadline", help=f"The new deadline: {MOMENT_FORMS}."),
-    best_effort: bool = typer.Option(False, "--best-effort", help="Give the deadline up."),
+    best_effort: bool = typer.Option(False, "--best-effort", help="Drop the deadline."),
     value: float | None = typer.Option(None, "--value", min=1e-9, help="What meeting the deadline is worth."),
 ) -> None:
-    """Change a job's deadline or value, if that can be promised; otherwise what held before holds on (status 3)."""
+    """Change a job's deadline or value, if that can be promised; otherwise nothing changes (status 3)."""
     check_name(job_id)
     if deadline is None and not best_effort and value is None:
         raise typer.BadParameter("nothing to change: give --deadline, --best-effort or --value")
@@ -57,7 +57,7 @@ def cancel(
     unowned: bool = typer.Option(False, "--unowned", help="All jobs that `jobs --unowned` lists, instead of one."),
     silent_s: float = typer.Option(60.0, "--silent", min=1, help=SILENT),
 ) -> None:
-    """Cancel a job, or all that nobody wants; its Airflow task, if one is waiting, fails and says so."""
+    """Cancel a job, or all unowned jobs; its Airflow task, if one is waiting, fails and says so."""
     if (job_id is None) is not unowned:
         raise typer.BadParameter("give the id of a job, or --unowned for all that nobody wants")
     if job_id is None:

@@ -27,7 +27,7 @@ def capacity(
     hours: float = Hours,
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of text."),
 ) -> None:
-    """Say which nodes nobody needs in the next hours, or how many more are wanted, and by whom."""
+    """Show which nodes no job needs in the next hours, or how many more are needed, and by which jobs."""
     with client(url, state_dir) as service:
         answer = service.capacity(hours)
     if as_json:

@@ -42,7 +42,7 @@ def doctor(
     state_dir: Path | None = StateDir,
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of text."),
 ) -> None:
-    """Look for what is wrong: connection, versions, slots, torch, disk, clock, name service, memory; say what to do.
+    """Look for problems: connection, versions, slots, torch, disk, clock, name service, memory; say what to do.
 
     Ends with status 1 if there is a problem; warnings alone end it with 0.
     """

@@ -23,7 +23,7 @@ Check = typer.Option(False, "--check", help=f"End with status {NOT_KEPT} if a de
 _OUTLOOK = (
     Column("deadline"),
     Column("task", key=True),
-    *(Column(name) for name in ("outlook", "done", "would do", "why")),
+    *(Column(name) for name in ("outlook", "done", "earliest feasible", "why")),
 )
 _STYLES = {"kept": "green", "at_risk": "red", "missed": "red", "undecided": "yellow", "unknown": "yellow"}
 

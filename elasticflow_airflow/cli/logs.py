@@ -26,10 +26,10 @@ def logs(
     state_dir: Path | None = StateDir,
     worker: str | None = typer.Option(None, help="Name of the log, as `show` lists them; default: the newest rank 0."),
     follow: bool = typer.Option(
-        False, "--follow", "-f", help="Go on, through every generation, until the job has ended."
+        False, "--follow", "-f", help="Follow through every generation, until the job has ended."
     ),
 ) -> None:
-    """Print what a worker wrote."""
+    """Print the output of a worker."""
     check_name(job_id)
     with client(url, state_dir, retry_for_s=_AWAY_S if follow else 0.0) as service:
         written = False

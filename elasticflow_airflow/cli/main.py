@@ -59,10 +59,10 @@ def serve(
     ),
     port: int | None = typer.Option(None, min=0, max=65535, help="TCP port."),
     policy: str | None = typer.Option(
-        None, help="Only elasticflow, the service's one scheduler; others are played by elasticflow simulate."
+        None, help="Only elasticflow, the service's one scheduler; elasticflow simulate runs the others."
     ),
     objective: str | None = typer.Option(
-        None, help="Whom to promise when not everybody can be: auto (default), first-come, or value."
+        None, help="Which jobs to admit when not all fit: auto (default), first-come, or value."
     ),
     state_dir: Path | None = StateDir,
 ) -> None:
@@ -78,7 +78,7 @@ def serve(
 
 @app.command()
 def health(url: str | None = Url, state_dir: Path | None = StateDir) -> None:
-    """Say how the service is, and who holds which slot."""
+    """Show the health of the service, and which job holds which slot."""
     from elasticflow_airflow.cli.terminal.display import health_lines
 
     with client(url, state_dir) as service:
@@ -92,10 +92,10 @@ def jobs(
     state: State | None = typer.Option(None, help="Only jobs in this state."),  # noqa: B008
     dag_id: str | None = typer.Option(None, "--dag", help="Only jobs of this DAG."),
     live: bool = typer.Option(False, "--live", help="Only jobs that have not ended."),
-    limit: int = typer.Option(50, min=1, max=1000, help="At most so many, newest first."),
-    cursor: str | None = typer.Option(None, help="Go on after a page, as the page before says."),
+    limit: int = typer.Option(50, min=1, max=1000, help="At most this many, newest first."),
+    cursor: str | None = typer.Option(None, help="Continue after the previous page, with the cursor that it printed."),
     unowned: bool = typer.Option(
-        False, "--unowned", help="Only live jobs whose Airflow task is gone, or for which nobody asks; since when, why."
+        False, "--unowned", help="Only live jobs whose Airflow task is gone, or that nobody polls; since when, and why."
     ),
     silent_s: float = typer.Option(60.0, "--silent", min=1, help=SILENT),
 ) -> None:
@@ -140,7 +140,7 @@ def events(
     job_id: str = JobId,
     url: str | None = Url,
     state_dir: Path | None = StateDir,
-    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the job has ended."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Follow until the job has ended."),
 ) -> None:
     """Print the events of a job."""
     from elasticflow_airflow.cli.terminal.display import event_line
@@ -164,12 +164,12 @@ def drain(
     node_id: str = typer.Argument(..., help="The node, as `health` names it."),
     url: str | None = Url,
     state_dir: Path | None = StateDir,
-    after_s: float = typer.Option(60.0, "--in", min=0, help="The node goes away in so many seconds."),
+    after_s: float = typer.Option(60.0, "--in", min=0, help="The node goes away in this many seconds."),
     undo: bool = typer.Option(
         False, "--undo", help="The node stays after all; its slots that are avoided are used again."
     ),
 ) -> None:
-    """Say that a node goes away: its workers are moved elsewhere before, without losing a step where that can be."""
+    """Announce that a node goes away: its workers are moved elsewhere before, without losing a step if possible."""
     check_name(node_id, "name of the node")
     with client(url, state_dir) as service:
         service.drain(node_id, None if undo else time.time() + after_s)

@@ -11,7 +11,7 @@ import typer
 
 
 def node(
-    folder: Annotated[Path, typer.Option(help="Folder of its own, on a local disk.")],
+    folder: Annotated[Path, typer.Option(help="Its own folder, on a local disk.")],
     shared_dir: Annotated[
         str, typer.Option(metavar="PATH|URL", help="Where checkpoints are, for all nodes and the service.")
     ],
@@ -24,7 +24,7 @@ def node(
     notice_file: Annotated[
         Path | None,
         typer.Option(
-            help="Once this file is there the machine goes away, after the seconds that stand in it: its jobs leave it."
+            help="Once this file exists the machine goes away, after the number of seconds in it: its jobs leave it."
         ),
     ] = None,
     warm_imports: str | None = typer.Option(None, help="Modules to import in advance, separated by commas."),

@@ -21,7 +21,9 @@ def reproduce(
     job_id: str = JobId,
     url: str | None = Url,
     state_dir: Path | None = StateDir,
-    incarnation: int | None = typer.Option(None, "--incarnation", min=1, help="Which of its trainings; the last."),
+    incarnation: int | None = typer.Option(
+        None, "--incarnation", min=1, help="Which of its training runs; default: the last."
+    ),
     into: Path | None = typer.Option(  # noqa: B008
         None, "--into", help="Folder for the checkpoints of the repetition; default: a new one, here."
     ),

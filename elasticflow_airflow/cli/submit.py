@@ -44,10 +44,10 @@ def submit(
     state_dir: Path | None = StateDir,
     training: dict[str, Any],
     name: str | None = typer.Option(
-        None, "--name", help="Runs of one name share what is learned of their speed; default: the script's name."
+        None, "--name", help="Runs of one name share what is learned about their speed; default: the script's name."
     ),
     run: str | None = typer.Option(
-        None, "--run", help="Name of the run; with one that exists it is attached to. Default: a new one."
+        None, "--run", help="Name of the run; if it exists, it is attached to. Default: a new one."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Ask what would be promised; submit nothing."),
     wait: bool | None = typer.Option(

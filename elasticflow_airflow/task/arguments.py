@@ -296,7 +296,7 @@ def _check_deadlines(deadline: Any, deadline_of: Any, best_effort: Any, latest_d
     if _is_no_later(latest_deadline, deadline):
         raise ArgumentError(
             f"latest_deadline={latest_deadline!r} is not later than deadline={deadline!r}: give a later one, up to"
-            " which another deadline would do"
+            " which a later deadline would be acceptable"
         )
 
 

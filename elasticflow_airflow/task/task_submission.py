@@ -188,8 +188,8 @@ def prepare(
     if deadline_at is not None and latest_at is not None and latest_at <= deadline_at:
         raise DeadlineError(
             f"latest_deadline={task.latest_deadline!r} is {show_at(latest_at, facts.timezone)}, and that is not later"
-            f" than the deadline {show_at(deadline_at, facts.timezone)}: give a later one, up to which another deadline"
-            " would do"
+            f" than the deadline {show_at(deadline_at, facts.timezone)}: give a later one, up to which a later deadline"
+            " would be acceptable"
         )
     notes, warnings = deadlines.notes, list(deadlines.warnings)
     last_at = deadline_at if latest_at is None else latest_at

@@ -23,9 +23,10 @@ from pydantic import BaseModel
 from sqlalchemy import select
 from starlette.types import Lifespan
 
-from elasticflow_airflow.api import AmendAnswer, AmendRequest, Event, JobStatus, LeaderStatus, LogPiece
+from elasticflow_airflow.api import AmendAnswer, AmendRequest, Event, JobStatus, LeaderStatus, LogPiece, State
 from elasticflow_airflow.api.insight import StackDump, WhatIf, WhatIfRequest
 from elasticflow_airflow.client import ElasticFlowError
+from elasticflow_airflow.client.attention import needing_attention
 from elasticflow_airflow.client.calls.service_calls import calls
 from elasticflow_airflow.client.errors import (
     InvalidSubmission,
@@ -45,6 +46,7 @@ from elasticflow_airflow.ui.visibility import VisibilityFilter
 
 _NOW_S, _HISTORY_S, _LONG_HISTORY_S, _FORECAST_S = 1.0, 5.0, 30.0, 20.0
 _RECENT = 300
+_MOST_JOBS = 1000
 _LOOKED_INTO, _LATEST_S = 20, 30.0
 _ADDRESS_AT_MOST = 4000
 _EVENTS_AT_MOST = 5000
@@ -75,8 +77,9 @@ class JobList(BaseModel):
 
     jobs: list[JobStatus]
     why: dict[str, str]
-    latest: dict[str, float]
-    """By job id, the time by which the job will have finished with 95 % probability, if it can be estimated."""
+    """One sentence by job id, of live jobs."""
+    next_cursor: str | None
+    """Where the next page begins; None: this is the last one."""
 
 
 def build_app(source: Source, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
@@ -232,6 +235,16 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
         plain: dict[str, Any] = sight.plain(sight.forecast(found).model_dump(mode="json"))
         return plain
 
+    @app.get("/api/attention")
+    def attention(user: GetUserDep) -> dict[str, Any]:
+        now = source.share(calls.cluster(), _NOW_S)
+        sight = _sight(source, user)
+        unowned = [one for one in source.share(calls.unowned_jobs(), _HISTORY_S) if sight.sees(one.job.identity)]
+        recent = source.share(calls.list_jobs(None, None, None, _RECENT), _HISTORY_S)
+        ended = [job for job in recent if job.state.terminal and sight.sees(job.identity)]
+        found = needing_attention(sight.cluster(now).jobs, unowned, ended, time.time())
+        return {"items": [sight.plain(one.model_dump(mode="json")) for one in found]}
+
     @app.get("/api/jobs")
     def jobs(
         user: GetUserDep,
@@ -240,31 +253,40 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
         task_id: Annotated[str | None, Query(max_length=250)] = None,
         map_index: Annotated[int | None, Query(ge=-1, lt=1 << 31)] = None,
         live: bool | None = None,
+        state: State | None = None,
+        text: Annotated[str | None, Query(max_length=200, pattern=r"^[^\x00]*$")] = None,
+        cursor: Annotated[str | None, Query(max_length=400)] = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 300,
     ) -> JobList:
         now = source.share(calls.cluster(), _NOW_S)
         sight = _sight(source, user)
+        at_most = min(limit + 1, _MOST_JOBS)  # One more tells whether there is another page.
 
         def newest(dag_ids: Sequence[str] | None) -> list[JobStatus]:
             call = calls.list_jobs(
-                None,
+                None if state is None else state.value,
                 dag_ids,
                 live,
-                limit,
+                at_most,
                 namespace=sight.namespace,
                 run_id=run_id,
                 task_id=task_id,
                 map_index=map_index,
+                text=text or None,
+                cursor=cursor,
             )
             return source.share(call, _NOW_S)
 
-        wanted = _newest_seen(sight, dag_id, limit, newest)
-        answer = JobList(
-            jobs=wanted,
-            why=sight.cluster(now).why,
-            latest=_latest(source, wanted),
-        )
+        found = _newest_seen(sight, dag_id, at_most, newest)
+        wanted = found[:limit]
+        more = wanted[-1].cursor if len(found) == at_most else None
+        answer = JobList(jobs=wanted, why=sight.cluster(now).why, next_cursor=more)
         return JobList.model_validate(sight.plain(answer.model_dump(mode="json")))
+
+    @app.get("/api/latest")
+    def latest(user: GetUserDep) -> dict[str, float]:
+        seen = _sight(source, user).cluster(source.share(calls.cluster(), _NOW_S))
+        return _latest(source, seen.jobs)
 
 
 def _leadership(known: LeaderStatus | None) -> dict[str, Any] | None:
@@ -316,7 +338,10 @@ def _portions(dag_ids: list[str]) -> Iterator[list[str]]:
 
 
 def _latest(source: Source, jobs: list[JobStatus]) -> dict[str, float]:
-    """Return when running jobs end at the latest, by job id; of many jobs, only those that are due first."""
+    """Return by when running jobs will have finished with 95 % probability, by job id, if it can be estimated.
+
+    Of many jobs, only those that are due first: each costs a request to the service.
+    """
     running = [job for job in jobs if job.workers and job.projected_finish_at is not None]
     running.sort(key=lambda job: job.deadline_at or float("inf"))
     found: dict[str, float] = {}

@@ -263,9 +263,9 @@ def _request(
     if not by:
         return None, out
     if nodes is None:
-        kind = "no number of further nodes of {slots} slots up to {most} would do for {wants}"
+        kind = "no number of further nodes of {slots} slots up to {most} would be enough for {wants}"
     else:
-        kind = "{nodes:#more node} of {slots} slots would do for {wants}"
+        kind = "{nodes:#more node} of {slots} slots would be enough for {wants}"
     reason = Reason(kind, nodes=nodes or 0, slots=shape.slots, most=MOST_NODES, wants=_counted(by))
     return WantedNodes(by=by, nodes=nodes, slots_per_node=shape.slots, gpu_type=shape.gpu_type, reason=reason), out
 

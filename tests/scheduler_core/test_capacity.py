@@ -184,7 +184,7 @@ def test_a_rejected_job_wants_a_node():
     assert wanted is not None
     assert (wanted.nodes, wanted.slots_per_node) == (1, 4)
     assert [(want.job_id, want.need, want.deadline_s) for want in wanted.by] == [("late", Need.REJECTED, 110.0)]
-    assert "1 more node of 4 slots would do for 1 rejected job" in str(wanted.reason)
+    assert "1 more node of 4 slots would be enough for 1 rejected job" in str(wanted.reason)
     assert ask(scheduler, late, late).wanted == wanted
     assert ask(scheduler).wanted is None
     assert ask(scheduler, late, now=120.0).wanted is None  # its deadline is past
@@ -239,7 +239,7 @@ def test_who_can_be_helped_is_helped_beside_whom_nothing_helps():
     assert found.wanted is not None
     assert (found.wanted.nodes, [want.job_id for want in found.wanted.by]) == (1, ["late"])
     assert [want.job_id for want in found.hopeless] == ["hopeless"]
-    assert str(found.reason).startswith("1 more node of 4 slots would do for 1 rejected job; no further node")
+    assert str(found.reason).startswith("1 more node of 4 slots would be enough for 1 rejected job; no further node")
 
 
 def test_who_is_late_whatever_comes_is_not_made_later():

@@ -49,6 +49,7 @@ from elasticflow_airflow.api.insight import (
     WhatIfVerdict,
     WorkerTimes,
 )
+from elasticflow_airflow.api.owners import UnownedJob
 from elasticflow_airflow.api.status import Mention
 
 HOUR = 3600.0
@@ -83,6 +84,8 @@ class ScriptedCluster:
     leadership: LeaderStatus | None = None
     further: list[JobStatus] = field(default_factory=list)
     """More jobs that lists find."""
+    listed: list[dict[str, str]] = field(default_factory=list)
+    """What lists were asked for."""
 
     def answer(self, method: str, path: str, params: httpx.QueryParams, body: bytes) -> tuple[int, Any]:
         """The status and the JSON value for a request."""
@@ -94,6 +97,7 @@ class ScriptedCluster:
             ("GET", r"/v1/cluster/history", self.history),
             ("POST", r"/v1/forecast", self.forecast),
             ("POST", r"/v1/what-if", self._what_if),
+            ("GET", r"/v1/unowned", self._unowned),
             ("GET", r"/v1/jobs", self._list),
         ):
             if method == verb and path == pattern:
@@ -112,7 +116,8 @@ class ScriptedCluster:
             if what == "cancel":
                 self.cancelled.add(job.job_id)
                 return 200, _plain(job.model_copy(update={"state": State.CANCELLED}))
-            self.deadlines[job.job_id] = told["deadline_at"]
+            if told.get("deadline_at") is not None:
+                self.deadlines[job.job_id] = told["deadline_at"]
             return 200, _plain(AmendAnswer(accepted=True, job=job))
         if what == "story":
             return 200, _plain(self.story(job))
@@ -219,7 +224,7 @@ class ScriptedCluster:
 
     def _refused(self, dag: str, days: int) -> JobStatus:
         who = identity(dag, f"manual__{days}d")
-        reason = "needs 8 slots for 2 h before its deadline, and 5 are free: 40 min later would do"
+        reason = "needs 8 slots for 2 h before its deadline, and 5 are free; 40 min later is feasible"
         changes = {
             "job_id": who.job_id,
             "identity": who,
@@ -230,6 +235,11 @@ class ScriptedCluster:
             "verdict": Verdict(decision="rejected", reason=reason),
         }
         return self._job(dag, 0, 0.0, 0.0, 0.4, []).model_copy(update=changes)
+
+    def _unowned(self, _told: Any = None) -> list[UnownedJob]:
+        why = "no client has asked for it"
+        lost = [job for job in self.jobs() if job.identity in (HIDDEN, identity("vision"))]
+        return [UnownedJob(job=job, since_at=self.now - 600.0, why=why) for job in lost]
 
     def _live(self) -> list[JobStatus]:
         return [job for job in self.jobs() if not job.state.terminal]
@@ -442,11 +452,21 @@ class ScriptedCluster:
     def _list(self, params: httpx.QueryParams) -> list[JobStatus]:
         """As the service does it: what is asked for is sought first, and only then cut to the limit."""
         found = self.jobs() + self.further
+        found = [job for job in found if params.get("state") in (None, str(job.state))]
+        found = [job for job in found if params.get("live") in (None, str(not job.state.terminal).lower())]
+        for word in params.get("text", "").lower().split():
+            found = [
+                job for job in found if word in f"{job.identity.dag_id} {job.identity.task_id} {job.state}".lower()
+            ]
         for part in ("namespace", "run_id", "task_id", "map_index"):
             found = [job for job in found if params.get(part) in (None, str(getattr(job.identity, part)))]
         dag_ids = params.get_list("dag_id")
         found = [job for job in found if not dag_ids or job.identity.dag_id in dag_ids]
         found.sort(key=lambda job: (-job.submitted_at, job.job_id))
+        self.listed.append(dict(params.multi_items()))
+        if cursor := params.get("cursor"):
+            at, _, job_id = cursor.partition(",")
+            found = [job for job in found if (-job.submitted_at, job.job_id) > (-float(at), job_id)]
         return found[: int(params.get("limit", 100))]
 
     def story(self, job: JobStatus) -> JobStory:

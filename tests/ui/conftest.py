@@ -7,11 +7,13 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.page_browser import browser
 from support.scripted_cluster import TASKS, ScriptedCluster
 
 if "ef-air-" not in os.environ.get("AIRFLOW_HOME", ""):
@@ -119,3 +121,9 @@ def browse(manager: Any, source: Any) -> Any:
         return client
 
     return open_as
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as opened:
+        yield opened

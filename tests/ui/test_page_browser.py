@@ -17,30 +17,16 @@ from typing import Any
 
 import httpx
 import pytest
+from support.page_browser import IN_A_BROWSER, LIMIT_MS, check_accessibility, shown, wait
 from support.quiet_network import quiet_network
 
 from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length, State
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint
 from elasticflow_airflow.client.snapshot import snapshot_script
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"),
-]
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+pytestmark = IN_A_BROWSER
 TOKEN = "the token of this test's service"
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
-LIMIT_MS = 60_000
 
 ADD_DAGS = """
 from airflow.models.dag import DagModel
@@ -117,15 +103,6 @@ class Site:
 
     def job(self, dag_id: str) -> str:
         return f"elasticflow/#/job/{dag_id}/{self.jobs[dag_id].job_id}"
-
-
-def wait(what: str, condition: Callable[[], Any], limit_s: float = 120.0) -> Any:
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.2)
-    raise AssertionError(f"not within {limit_s} s: {what}")
 
 
 def answers(url: str) -> bool:
@@ -227,15 +204,6 @@ def site() -> Iterator[Site]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS, headless=True)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def look(site: Site, chromium: Any) -> Iterator[Callable[..., Any]]:
     """Open a page: as whom, where, how wide. What its console complains of fails the test, unless it is expected."""
@@ -266,26 +234,10 @@ def look(site: Site, chromium: Any) -> Iterator[Callable[..., Any]]:
     with quiet_network():
         yield open_page
         for context in opened:
+            for page in context.pages:
+                page.unroute_all(behavior="ignoreErrors")
             context.close()
     assert complaints == []
-
-
-def shown(page: Any) -> Any:
-    """The view, once it shows something."""
-    view = page.locator("main[aria-busy=false]")
-    view.wait_for()
-    return view
-
-
-def check_accessibility(page: Any, where: str) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
-    found = Axe().run(page, options={"resultTypes": ["violations"]})
-    problems = [
-        f"{where}: {one['id']}: {one['help']}: {[node['html'][:160] for node in one['nodes'][:3]]}"
-        for one in found.response["violations"]
-    ]
-    assert problems == []
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])

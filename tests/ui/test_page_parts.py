@@ -48,7 +48,7 @@ def call(module: str, expression: str, value: Any) -> Any:
     script = f"""{DOCUMENT}
 const page = await import({json.dumps((STATIC / module).as_uri())});
 const value = {json.dumps(value)};
-console.log(JSON.stringify({expression}));
+console.log(JSON.stringify(await {expression}));
 """
     done = subprocess.run(
         [node, "--input-type=module", "--eval", script], capture_output=True, text=True, check=False, timeout=60.0
@@ -110,8 +110,9 @@ def test_slack_is_green_only_where_a_job_trains_or_was_in_time(changes: dict[str
 @pytest.mark.parametrize(
     ("forecast", "note", "tone"),
     [
-        ({"unknown": True, "items": []}, "1 job late or at risk now", "bad"),
-        ({"items": [{}, {}], "kept": 2, "not_kept": 0}, "1 job late or at risk now", "bad"),
+        ({"value": None, "error": {}}, "1 job late or at risk now", "bad"),
+        ({"value": None, "error": None}, "1 job late or at risk now", "bad"),
+        ({"value": {"items": [{}, {}], "kept": 2, "not_kept": 0}, "error": None}, "1 job late or at risk now", "bad"),
     ],
 )
 def test_what_is_late_or_at_risk_now_is_said_whatever_the_forecast_says(
@@ -123,8 +124,76 @@ def test_what_is_late_or_at_risk_now_is_said_whatever_the_forecast_says(
 
 
 def test_where_nothing_is_late_a_missing_forecast_is_no_calm() -> None:
-    tile = call("views/cluster.js", "page.nextDay(value, { unknown: true, items: [] }).slice(1)", {"jobs": [job()]})
+    jobs = {"jobs": [job()]}
+    tile = call("views/cluster.js", "page.nextDay(value, { value: null, error: {} }).slice(1)", jobs)
     assert tile == [DASH, "the forecast did not come", "warn"]
+    not_yet = call("views/cluster.js", "page.nextDay(value, { value: null, error: null }).slice(1)", jobs)
+    assert not_yet == [DASH, "loading\N{HORIZONTAL ELLIPSIS}", None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tone", "text"),
+    [
+        ({}, "accent", "Running"),
+        ({"slack_s": -1.0}, "bad", "Running, late"),
+        ({"at_risk": True}, "bad", "Running, at risk"),
+        ({"state": "waiting", "slack_s": -60.0}, "bad", "Waiting, late"),
+        ({"state": "succeeded", "slack_s": -60.0}, "ok", "Succeeded"),
+    ],
+)
+def test_a_job_that_is_late_looks_late(changes: dict[str, Any], tone: str, text: str) -> None:
+    made = "(() => { const made = page.stateChip(value); return [made.attributes.class, made.text]; })()"
+    shown = call("parts.js", made, job(**changes))
+    assert shown[0] == f"chip {tone}"
+    assert shown[1].endswith(text)
+
+
+def test_a_long_name_loses_its_middle() -> None:
+    names = ["train", "x" * 22, "recommender_before_the_morning_peak_of_the_week"]
+    short = call("format.js", "value.map((name) => page.middle(name, 22))", names)
+    assert short == ["train", "x" * 22, "recommender\N{HORIZONTAL ELLIPSIS}f_the_week"]
+
+
+FEED = """(async () => {
+  const told = [];
+  const answers = [];
+  let asked = 0;
+  const ask = (signal) => new Promise((ready, failed) => {
+    asked += 1;
+    signal.addEventListener('abort', () => failed(Object.assign(new Error('aborted'), { name: 'AbortError' })));
+    answers.push({ ready, failed });
+  });
+  const feed = new page.Feed(ask, 0, () => told.push([feed.value, feed.error?.message ?? null]), 40);
+  const turn = () => new Promise((done) => setTimeout(done, 5));
+  %s
+  return { told, asked };
+})()"""
+
+
+def play(steps: str) -> Any:
+    """What a feed told, and how often it asked, in some steps."""
+    return call("feed.js", FEED % steps, None)
+
+
+def test_a_part_is_asked_for_once_at_a_time_and_keeps_its_answer_when_the_next_one_fails() -> None:
+    done = play(
+        "feed.tick(); feed.tick(); answers[0].ready('first'); await turn(); feed.tick();"
+        " answers[1].failed(new Error('busy')); await turn();"
+    )
+    assert done == {"told": [["first", None], ["first", "busy"]], "asked": 2}
+
+
+def test_a_part_that_does_not_answer_is_given_up_and_asked_again_when_somebody_wants_it() -> None:
+    done = play(
+        "feed.tick(); await new Promise((done) => setTimeout(done, 80)); feed.again(); answers[1].ready('late');"
+        " await turn();"
+    )
+    assert done == {"told": [[None, "no answer within 0 s"], ["late", None]], "asked": 2}
+
+
+def test_an_answer_to_a_question_that_was_dropped_is_not_shown() -> None:
+    done = play("feed.tick(); feed.again(); answers[0].ready('old'); answers[1].ready('new'); await turn();")
+    assert done == {"told": [["new", None]], "asked": 2}
 
 
 def leadership(**changes: Any) -> dict[str, Any]:

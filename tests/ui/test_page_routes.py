@@ -15,7 +15,7 @@ from elasticflow_airflow.api import Event, JobIdentity, LeaderStatus, ReplicaSta
 MINE = identity("fraud_daily")
 JOB = f"api/dags/fraud_daily/jobs/{MINE.job_id}"
 READS = ["story", "events", "runs", "logs/w0", "trace.json"]
-LISTS = ["api/cluster", "api/history?from_at=1&until_at=1000", "api/forecast", "api/jobs"]
+LISTS = ["api/cluster", "api/history?from_at=1&until_at=1000", "api/forecast", "api/jobs", "api/attention"]
 
 
 def test_nobody_gets_anything_without_signing_in(browse: Any, cluster: ScriptedCluster, source: Any) -> None:
@@ -291,13 +291,62 @@ def test_a_service_that_is_away_is_said_to_be_away(browse: Any, cluster: Scripte
 
 def test_running_jobs_say_when_they_end_at_the_latest(browse: Any, cluster: ScriptedCluster) -> None:
     browser = browse("viewer")
-    latest = browser.get("api/jobs").json()["latest"]
+    latest = browser.get("api/latest").json()
     assert MINE.job_id in latest
     assert HIDDEN.job_id not in latest
     projected = next(job for job in cluster.jobs() if job.job_id == MINE.job_id).projected_finish_at or 0.0
     assert projected < latest[MINE.job_id] < projected + 3600
     assert browser.get(f"{JOB}/story").json()["latest_at"] == pytest.approx(latest[MINE.job_id], abs=5)
     assert identity("vision").job_id not in latest
+
+
+def test_what_needs_attention_is_of_the_dags_that_the_user_may_read(browse: Any) -> None:
+    items = browse("viewer").get("api/attention").json()["items"]
+    assert [(one["trouble"], one["job"]["identity"]["dag_id"]) for one in items] == [
+        ("late", "search_ranker"),
+        ("unowned", "vision"),
+    ]
+    assert [one["sentence"] for one in items] == [
+        "is projected to finish 12 min after its deadline",
+        "has had no owner for 10 min: no client has asked for it",
+    ]
+    everything = browse("admin").get("api/attention").json()["items"]
+    assert {one["job"]["identity"]["dag_id"] for one in everything} == {"search_ranker", "vision", "payroll"}
+
+
+def test_pages_of_a_list_go_on_where_the_one_before_ended(browse: Any, cluster: ScriptedCluster) -> None:
+    done = cluster._ended("vision", 2)
+    named = [identity("vision", f"scheduled__{number}") for number in range(25)]
+    cluster.further = [
+        done.model_copy(update={"job_id": one.job_id, "identity": one, "submitted_at": cluster.now - 1e5 - at})
+        for at, one in enumerate(named)
+    ]
+    browser = browse("viewer")
+    found: list[str] = []
+    cursor = ""
+    while True:
+        page = browser.get("api/jobs", params={"limit": 10, "cursor": cursor} if cursor else {"limit": 10}).json()
+        found += [job["job_id"] for job in page["jobs"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert len(found) == len(set(found))
+    assert set(found) >= {one.job_id for one in named}
+    assert HIDDEN.job_id not in found
+
+
+def test_filters_reach_the_service(browse: Any, cluster: ScriptedCluster) -> None:
+    browser = browse("viewer")
+    assert browser.get("api/jobs", params={"state": "running", "text": "fraud daily", "live": True}).status_code == 200
+    assert cluster.listed[-1] == {
+        "state": "running",
+        "text": "fraud daily",
+        "live": "true",
+        "limit": "301",
+        "namespace": "default",
+    }
+    assert browser.get("api/jobs", params={"text": "a\0b"}).status_code == 422
+    assert browser.get("api/jobs", params={"state": "asleep"}).status_code == 422
 
 
 def test_one_task_instance_finds_its_job(browse: Any) -> None:
@@ -332,7 +381,7 @@ def test_a_viewers_jobs_do_not_vanish_behind_those_of_others(
     before = browse("viewer").get("api/jobs", params={"limit": 4}).json()["jobs"]
     assert len(before) == 4
     more_jobs(cluster, 9, **others)
-    after = browse("viewer").get("api/jobs", params={"limit": 4, "live": False}).json()["jobs"]
+    after = browse("viewer").get("api/jobs", params={"limit": 4, "text": "a"}).json()["jobs"]  # not shared
     assert [job["job_id"] for job in after] == [job["job_id"] for job in before]
     assert browse("viewer").get("api/jobs", params={"dag_id": "payroll"}).json()["jobs"] == []
 

@@ -59,12 +59,12 @@ class SettingOptions:
     slots_per_node: Annotated[int, typer.Option("--slots-per-node", min=1, help="Slots (GPUs) of each node.")]
     objective: Annotated[
         ObjectiveChoice,
-        typer.Option("--objective", help="Whom elasticflow admits: who comes first, by value under a price, or auto."),
+        typer.Option("--objective", help="Which jobs elasticflow admits: by arrival, by value under a price, or auto."),
     ] = ObjectiveChoice.AUTO
     on_reject: Annotated[
         WhenRejected,
         typer.Option(
-            "--on-reject", help="If it cannot be promised: fail at once, wait and be tried again, or be promised late."
+            "--on-reject", help="If it cannot be promised: fail at once, wait and try again, or promise it late."
         ),
     ] = WhenRejected.FAIL
     late_by: Annotated[
@@ -72,21 +72,21 @@ class SettingOptions:
         typer.Option(
             "--late-by",
             min=0,
-            help="With --on-reject late: value falls to nothing by so much later, as a part of submission to deadline.",
+            help="With --on-reject late: value falls to zero over this time, as a fraction of submission to deadline.",
         ),
     ] = 0.5
     pause_s: Annotated[
         float,
         typer.Option(
-            "--pause-s", min=0, help="Seconds that each change of a job's slots stops it, its start included."
+            "--pause-s", min=0, help="Seconds that each change of a job's slots stops it, including its start."
         ),
     ] = 30.0
     startup_s: Annotated[
         float | None,
-        typer.Option("--startup-s", min=0, help="Seconds that a start takes, where that is not --pause-s."),
+        typer.Option("--startup-s", min=0, help="Seconds that a start takes, if not --pause-s."),
     ] = None
     seed: Annotated[
-        int, typer.Option("--seed", help="Of all that is random: errors of speed, failures, maintenance, slow slots.")
+        int, typer.Option("--seed", help="Seed of everything random: speed errors, failures, maintenance, slow slots.")
     ] = 0
     throughput_error: Annotated[
         float,
@@ -101,7 +101,7 @@ class SettingOptions:
         typer.Option(
             "--speed-factor",
             min=0,
-            help="Real speeds are so many times those of the curves: 0.9 plays all a tenth slower.",
+            help="Real speeds are this many times those of the curves: 0.9 makes all a tenth slower.",
         ),
     ] = 1.0
     exact: Annotated[
@@ -116,7 +116,7 @@ class SettingOptions:
         bool,
         typer.Option(
             "--history",
-            help="Play the trace once before: past runs of the same training have shown how wrong its curve is.",
+            help="Simulate the trace once before: past runs of the same training have shown how wrong its curve is.",
         ),
     ] = False
     calendar: Annotated[
@@ -190,7 +190,7 @@ class TroubleOptions:
     drain_notice_h: Annotated[
         float | None,
         typer.Option(
-            "--drain-notice-h", min=0, help="With --drain-every-h: hours that the date is known before; default: 2."
+            "--drain-notice-h", min=0, help="With --drain-every-h: hours beforehand that the date is known; default: 2."
         ),
     ] = None
     drain_away_h: Annotated[
@@ -211,7 +211,7 @@ class TroubleOptions:
         tuple[float, float] | None,
         typer.Option(
             "--straggler-factor",
-            help="With --straggler-every-h: least and largest part of its steps that a gang makes with the slot;"
+            help="With --straggler-every-h: least and largest fraction of its speed that a gang has with the slot;"
             " default: 0.4 0.8.",
         ),
     ] = None
@@ -220,7 +220,7 @@ class TroubleOptions:
         typer.Option(
             "--straggler-named-s",
             min=0,
-            help="With --straggler-every-h: a gang is told of its slow slot after so many seconds with it; default:"
+            help="With --straggler-every-h: a gang is told of its slow slot after this many seconds with it; default:"
             " never.",
         ),
     ] = None

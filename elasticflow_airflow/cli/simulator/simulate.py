@@ -22,16 +22,16 @@ AsJson = typer.Option(False, "--json", help="Print JSON instead of text.")
 
 @with_option_groups
 def simulate(
-    policy: str = typer.Option("elasticflow", help="Who schedules; a wrong name lists all."),
+    policy: str = typer.Option("elasticflow", help="The scheduling policy; a wrong name lists all."),
     *,
     options: SettingOptions,
     troubles: TroubleOptions,
     export: Path | None = typer.Option(  # noqa: B008
-        None, "--export", help="Write the schedule here, one JSON object a line."
+        None, "--export", help="Write the schedule here, one JSON object per line."
     ),
     as_json: bool = AsJson,
 ) -> None:
-    """Simulate a trace under one policy: the very scheduler of the service on a virtual clock."""
+    """Simulate a trace under one policy: the service's own scheduler on a virtual clock."""
     with answering():
         from elasticflow_airflow.cli.simulator.display import Bars, simulation_lines
         from elasticflow_airflow.scheduler_core.model.config import Objective
@@ -60,7 +60,7 @@ def simulate(
 def compare(
     policies: str = typer.Option(
         "all",
-        help="Names with commas between, or all; elasticflow:value:wait:no-calendar is elasticflow with these choices.",
+        help="Names separated by commas, or all; elasticflow:value:wait:no-calendar is elasticflow with these choices.",
     ),
     out: Path = typer.Option(Path("comparison"), "--out", help="Folder for the tables and plots."),  # noqa: B008
     *,
@@ -75,7 +75,7 @@ def compare(
     window_h: tuple[float, float] | None = typer.Option(
         None, help="Window of the Gantt plots: begin and length in hours; default: the six busiest hours."
     ),
-    schedules: bool = typer.Option(False, "--schedules", help="Write each policy's schedule, too."),
+    schedules: bool = typer.Option(False, "--schedules", help="Also write each policy's schedule."),
     as_json: bool = AsJson,
 ) -> None:
     """Simulate a trace under several policies side by side; print and write tables and plots."""

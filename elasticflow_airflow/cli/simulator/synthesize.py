@@ -41,14 +41,14 @@ def synthesize(
     ),
     days: int = typer.Option(5, "--days", min=1, help="How long (diurnal, recurring)."),
     per_day: float = typer.Option(
-        60.0, "--per-day", min=0.001, help="Jobs a day: all (diurnal), or ad hoc (recurring)."
+        60.0, "--per-day", min=0.001, help="Jobs per day: all (diurnal), or ad hoc (recurring)."
     ),
-    slots: int = typer.Option(64, "--slots", min=1, help="Slots that the loads are parts of (recurring)."),
+    slots: int = typer.Option(64, "--slots", min=1, help="Slots that the loads are fractions of (recurring)."),
     startup_s: float = typer.Option(
-        30.0, "--startup-s", min=0, help="Start-up that the deadlines leave room for; short with a warm pool."
+        30.0, "--startup-s", min=0, help="Start-up time that the deadlines allow for; short with a warm pool."
     ),
 ) -> None:
-    """Write a trace of made-up jobs: seeded, and each could keep its deadline alone."""
+    """Write a trace of synthetic jobs: seeded, and each could meet its deadline alone."""
     with answering():
         from elasticflow_airflow.scheduler_core.simulator.inputs import synthetic
         from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves

@@ -150,10 +150,12 @@ class JobCalls:
         run_id: str | None = None,
         task_id: str | None = None,
         map_index: int | None = None,
+        text: str | None = None,
         cursor: str | None = None,
     ) -> Call[list[JobStatus]]:
         """List jobs that match all filters, newest first: at most ``limit`` (default 100, maximum 1,000).
 
+        Each word of ``text`` must occur in the job's DAG, task, run or state; an older service ignores it.
         The page starts after ``cursor``, the ``cursor`` of the previous page's last job.
         """
         wanted: dict[str, Param | None] = {
@@ -165,6 +167,7 @@ class JobCalls:
             "run_id": run_id,
             "task_id": task_id,
             "map_index": map_index,
+            "text": text,
             "cursor": cursor,
         }
         params = {name: value for name, value in wanted.items() if value is not None}

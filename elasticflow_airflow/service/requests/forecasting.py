@@ -298,7 +298,7 @@ def _summary(items: list[ForecastItem], found: Forecast) -> str:
         return "nothing with a deadline is due"
     bad = [item for item in items if item.outcome in (Outcome.AT_RISK.value, Outcome.MISSED.value)]
     unknown = sum(item.outcome in ("unknown", Outcome.UNDECIDED.value) for item in items)
-    rest = f"; of {unknown} nobody can say" if unknown else ""
+    rest = f"; {unknown} cannot be predicted yet" if unknown else ""
     later = sum(item.outcome == "kept" and item.earliest_deadline_at is not None for item in items)
     rest = (f"; {later} by a later deadline, as they allow" if later else "") + rest
     if not bad:

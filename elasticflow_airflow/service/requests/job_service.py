@@ -155,14 +155,23 @@ class JobService:
         limit: int,
         identity: Mapping[str, str | int] | None = None,
         after: tuple[float, str] | None = None,
+        text: str | None = None,
     ) -> list[JobStatus]:
         """List jobs, newest first. ``identity`` filters by any of namespace, run_id, task_id and map_index.
 
+        Each word of ``text`` must occur in the job's DAG, task, run or state, in any case.
         ``after`` is the position of a job, (submitted at in UTC seconds, id): only jobs that come after it are listed.
         """
         with self.store.read() as reader:
             found = reader.list_current(
-                state=state, dag_id=dag_id, live=live, limit=limit, identity=identity, after=after, shown_only=True
+                state=state,
+                dag_id=dag_id,
+                live=live,
+                limit=limit,
+                identity=identity,
+                text=text,
+                after=after,
+                shown_only=True,
             )
             return [status_of(*one) for one in reader.with_generations(found)]
 

@@ -45,6 +45,8 @@ export const cluster = (signal) => ask('GET', 'cluster', { signal });
 export const history = (from, until, parts, signal) =>
   ask('GET', 'history', { params: { from_at: from, until_at: until, parts }, signal });
 export const forecast = (hours, signal) => ask('GET', 'forecast', { params: { hours }, signal });
+export const attention = (signal) => ask('GET', 'attention', { signal });
+export const latest = (signal) => ask('GET', 'latest', { signal });
 export const jobs = (params, signal) => ask('GET', 'jobs', { params, signal });
 export const story = (dag, job, incarnation, signal) => ask('GET', `${of(dag, job)}/story`, { params: { incarnation }, signal });
 export const events = (dag, job, after, signal) => ask('GET', `${of(dag, job)}/events`, { params: { after }, signal });

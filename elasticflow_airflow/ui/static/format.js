@@ -66,6 +66,13 @@ export function number(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
+/** A long name without its middle: the beginning says whose it is, the end which one. */
+export function middle(text, most) {
+  if (text.length <= most) return text;
+  const end = Math.floor((most - 1) / 2);
+  return `${text.slice(0, most - 1 - end)}…${text.slice(text.length - end)}`;
+}
+
 export const percent = (part) => (Number.isFinite(part) ? `${Math.round(part * 100)} %` : '–');
 export const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
 
@@ -105,5 +112,5 @@ export function whole(text) {
 }
 
 /** A value for <input type="datetime-local">, and back. */
-export const toInput = (at) => wall(Math.round(at / 60) * 60).slice(0, 16);
+export const toInput = (at) => wall(Math.floor(at / 60) * 60).slice(0, 16); // The minute that `moment` shows.
 export const fromInput = (text) => (text ? new Date(text).getTime() / 1000 : null);

@@ -11,21 +11,29 @@ const NODE_GAP = 9;
 const LANE = 22;
 const AXIS = 24;
 const USE = 54;
+const FOLDED_PX = 620; // All nodes together, where each is folded to one lane.
+const ROWS_UNFOLDED = 32;
+const LEGIBLE = 13; // A lower bar has no room for letters.
 const STEPS = [60, 300, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
 
-/** The slots as rows: {key, node, index, y}; with their whole height. */
-function rowsOf(slots, spans, top) {
+/** The slots as rows: {key, node, index, y, tall}; with their whole height. Of a folded node, a row is a thin part of its lane. */
+function rowsOf(slots, spans, top, unfolded) {
   const known = new Map();
   const add = (node, index) => known.set(`${node}:${index}`, { key: `${node}:${index}`, node, index });
   for (const slot of slots) add(slot.node_id, slot.index);
   for (const span of spans) for (const [node, index] of span.slots) add(node, index);
   const rows = [...known.values()].sort((a, b) => a.node.localeCompare(b.node, undefined, { numeric: true }) || a.index - b.index);
+  const sizes = new Map();
+  for (const { node } of rows) sizes.set(node, (sizes.get(node) ?? 0) + 1);
+  const folds = rows.length > ROWS_UNFOLDED;
+  const lane = Math.max(8, Math.min(ROW, Math.floor(FOLDED_PX / Math.max(1, sizes.size)) - 2));
   let y = top;
   rows.forEach((row, at) => {
-    if (at > 0 && rows[at - 1].node !== row.node) y += NODE_GAP;
-    row.at = at;
-    row.y = y;
-    y += ROW + GAP;
+    const folded = folds && !unfolded.has(row.node);
+    const first = rows[at - 1]?.node !== row.node;
+    if (at > 0 && first) y += folded ? 2 : NODE_GAP;
+    Object.assign(row, { at, y, folded, first, lane, tall: folded ? lane / sizes.get(row.node) : ROW, foldable: folds });
+    y += row.tall + (folded ? 0 : GAP);
   });
   return { rows, bottom: y };
 }
@@ -62,6 +70,17 @@ function blocks(span, byKey) {
     else made.push([row, row]);
   }
   return made;
+}
+
+/** The name of a slot, or of its node where that is folded; nodes of a large cluster are folded and unfolded by it. */
+function rowName(row, left) {
+  const small = row.folded && row.lane < LEGIBLE;
+  const at = { x: left - 8, y: row.y + (row.folded ? row.lane / 2 + (small ? 3 : 4) : ROW - 6), class: 'slot', 'text-anchor': 'end', style: small ? { 'font-size': '9px' } : null };
+  if (!row.first) return row.folded ? null : s('text', { ...at, 'aria-hidden': 'true' }, String(row.index));
+  const node = shorten(row.node, left - (row.folded ? 16 : 26));
+  if (!row.foldable) return s('text', { ...at, 'aria-hidden': 'true' }, `${node} ${row.index}`);
+  const text = row.folded ? `${node} ▸` : `${node} ▾ ${row.index}`;
+  return s('g', { role: 'button', tabindex: -1, class: 'fold-node', 'data-action': 'fold', 'data-node': row.node, 'data-key': `fold-${row.node}`, 'aria-expanded': String(!row.folded), 'aria-label': `${row.node}: its slots one by one` }, s('text', at, text));
 }
 
 const shorten = (text, width) => {
@@ -104,16 +123,15 @@ function describe(span, planned, now) {
 }
 
 /** The picture. `history` and `cluster` as the service tells them; `width` in pixels. */
-export function gantt({ history, cluster, width }) {
+export function gantt({ history, cluster, width, from, until, unfolded }) {
   const { now } = history;
-  const { from_at: from, until_at: until } = history;
   const left = width < 600 ? 74 : 118;
   const right = 10;
   const inner = Math.max(100, width - left - right);
   const x = (at) => left + (inner * (Math.min(until, Math.max(from, at)) - from)) / (until - from);
   const held = history.spans.filter((span) => (span.until_at ?? now) > from).map((span) => ({ ...span, until_at: span.until_at ?? now }));
   const top = AXIS + 2 * LANE + 4;
-  const { rows, bottom } = rowsOf(cluster.slots, [...held, ...history.planned], top);
+  const { rows, bottom } = rowsOf(cluster.slots, [...held, ...history.planned], top, unfolded);
   const byKey = new Map(rows.map((row) => [row.key, row]));
   const planned = settle(history.planned, held, rows);
   const useTop = bottom + 12;
@@ -124,8 +142,8 @@ export function gantt({ history, cluster, width }) {
     s('line', { x1: x(when), x2: x(when), y1: AXIS - 4, y2: height - 6, class: 'grid' }),
     s('text', { x: x(when) + 4, y: AXIS - 10, class: 'tick' }, x(when) > left + inner - 40 ? '' : text),
   ]);
-  const names = rows.map((row) => s('text', { x: left - 8, y: row.y + ROW - 6, class: 'slot', 'text-anchor': 'end' }, rows.length > 1 && rows[row.at - 1]?.node === row.node ? String(row.index) : `${shorten(row.node, left - 26)} ${row.index}`));
-  const beds = rows.map((row) => s('rect', { x: left, y: row.y, width: inner, height: ROW, class: 'bed' }));
+  const names = rows.map((row) => rowName(row, left));
+  const beds = rows.map((row) => s('rect', { x: left, y: row.y, width: inner, height: row.tall, class: 'bed' }));
 
   const bars = [];
   const draw = (span, isPlan) => {
@@ -135,13 +153,13 @@ export function gantt({ history, cluster, width }) {
     const b = Math.max(a + 2, x(span.until_at));
     const started = span.running_at && !isPlan ? Math.min(b, Math.max(a, x(span.running_at))) : a;
     for (const [first, last] of blocks(span, byKey)) {
-      const tall = last.y + ROW - first.y;
+      const tall = last.y + last.tall - first.y;
       const inside = [
-        s('rect', { x: a, y: first.y, width: b - a, height: tall, rx: 4, class: `block c${colour}`, style: isPlan ? `fill: url(#hatch-${colour})` : null }),
+        s('rect', { x: a, y: first.y, width: b - a, height: tall, rx: Math.min(4, tall / 3), class: `block c${colour}`, style: isPlan ? `fill: url(#hatch-${colour})` : null }),
       ];
       if (started > a + 0.5) inside.push(s('rect', { x: a, y: first.y, width: started - a, height: tall, rx: 4, class: 'starting' }));
-      const text = span.job_id ? barName(span, b - a) : '';
-      if (text) inside.push(s('text', { x: a + 7, y: (first.y + last.y + ROW) / 2 + 4, class: isPlan ? 'on-plan' : 'on-bar' }, text));
+      const text = span.job_id && tall >= LEGIBLE ? barName(span, b - a) : '';
+      if (text) inside.push(s('text', { x: a + 7, y: first.y + tall / 2 + 4, class: isPlan ? 'on-plan' : 'on-bar' }, text));
       const shared = { 'data-tip': lines.join('\n'), 'aria-label': lines.join(', '), 'data-key': `${isPlan ? 'p' : 'h'}${span.job_id}${span.from_at}${first.key}` };
       bars.push(span.job_id
         ? s('a', { href: jobLink(span, span.job_id), class: 'bar', tabindex: -1, ...shared }, inside)
@@ -152,15 +170,17 @@ export function gantt({ history, cluster, width }) {
   for (const span of planned) if (span.until_at > from && span.from_at < until) draw(span, true);
   const first = bars.find((bar) => bar.nodeName === 'a');
   if (first) first.setAttribute('tabindex', 0);
+  names.find((name) => name?.nodeName === 'g')?.setAttribute('tabindex', 0);
 
   const marks = lanes({ history, cluster, x, from, until, now, byKey, spans: [...held, ...planned] });
   const nowLine = now >= from && now <= until
     ? [s('line', { x1: x(now), x2: x(now), y1: AXIS - 4, y2: height - 6, class: 'now' }), s('text', { x: x(now) + 4, y: height - 9, class: 'now-text' }, 'now')]
     : [];
 
-  return s('svg', { width, height, viewBox: `0 0 ${width} ${height}`, class: 'gantt', role: 'group', 'aria-label': `Jobs on slots from ${f.moment(from)} to ${f.moment(until)}. Arrow keys go from job to job.`, 'data-key': 'gantt' },
+  return s('svg', { width, height, viewBox: `0 0 ${width} ${height}`, class: 'gantt', 'data-left': left, 'data-inner': inner, role: 'group', 'aria-label': `Jobs on slots from ${f.moment(from)} to ${f.moment(until)}. Arrow keys go from job to job; plus and minus zoom, Shift and arrow keys move the time.`, 'data-key': 'gantt' },
     s('defs', {}, [0, 1, 2, 3, 4, 5, 6, 7, 'x'].map(hatch)),
-    s('g', { 'aria-hidden': 'true' }, beds, grid, names,
+    s('g', { class: 'names' }, names),
+    s('g', { 'aria-hidden': 'true' }, beds, grid,
       s('text', { x: left - 8, y: AXIS + 15, class: 'slot', 'text-anchor': 'end' }, width < 600 ? 'Asked' : 'Submitted'),
       s('text', { x: left - 8, y: AXIS + LANE + 15, class: 'slot', 'text-anchor': 'end' }, width < 600 ? 'Due' : 'Deadlines')),
     s('g', { class: 'marks' }, marks), s('g', { class: 'bars' }, bars),
@@ -195,7 +215,8 @@ function lanes({ history, cluster, x, from, until, now, byKey, spans }) {
     const px = x(one.deadline_at);
     const py = AXIS + LANE + 11;
     const last = spans.filter((span) => span.job_id === one.job_id && (span.slots.length > 0)).at(-1);
-    const under = last ? Math.max(...last.slots.map(([node, index]) => (byKey.get(`${node}:${index}`)?.y ?? 0) + ROW)) : py + 8;
+    const bottomOf = (row) => (row ? row.y + row.tall : 0);
+    const under = last ? Math.max(...last.slots.map(([node, index]) => bottomOf(byKey.get(`${node}:${index}`)))) : py + 8;
     const over = last ? Math.min(...last.slots.map(([node, index]) => byKey.get(`${node}:${index}`)?.y ?? under)) : under;
     const finish = one.projected_at ?? one.finished_at;
     const lines = [`${one.dag_id} · ${one.task_id}`, `deadline ${f.moment(one.deadline_at, now)}`];
@@ -230,12 +251,17 @@ function use(history, x, top, left) {
   ];
 }
 
-/** Arrow keys go from bar to bar. */
+/** Arrow keys go from bar to bar, or from node to node; Enter and Space fold and unfold a node. */
 export function walk(event) {
   const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-  const here = event.target.closest?.('a.bar');
-  if (!step || !here) return;
-  const all = [...here.closest('svg').querySelectorAll('a.bar')];
+  const here = event.target.closest?.('a.bar, .fold-node');
+  if (here?.dataset.action && ['Enter', ' '].includes(event.key)) {
+    event.preventDefault();
+    here.dispatchEvent(new MouseEvent('click', { bubbles: true }));
+    return;
+  }
+  if (!step || !here || event.shiftKey) return;
+  const all = [...here.closest('svg').querySelectorAll(here.dataset.action ? '.fold-node' : 'a.bar')];
   const next = all[all.indexOf(here) + step];
   if (!next) return;
   event.preventDefault();

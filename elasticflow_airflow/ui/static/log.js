@@ -70,7 +70,7 @@ export class LogTail {
 
   draw() {
     const into = document.getElementById('log');
-    const text = this.text.replace(CODES, '') || '(nothing written)';
+    const text = this.text.replace(CODES, '') || (this.offset === null ? 'Loading…' : '(nothing written)');
     if (!into || into.textContent === text) return;
     const atEnd = into.scrollHeight - into.scrollTop - into.clientHeight < 40 || !into.textContent;
     into.textContent = text;

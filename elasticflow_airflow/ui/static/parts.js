@@ -22,9 +22,15 @@ export const isLive = (job) => !TERMINAL.has(job.state);
 export const chip = (text, tone = 'quiet', mark = null, title = null) =>
   h('span', { class: `chip ${tone}`, title }, mark ? h('span', { 'aria-hidden': 'true', class: 'mark' }, mark) : null, text);
 
-export function stateChip(state) {
-  const [text, tone, mark] = STATES[state] ?? [state, 'quiet', '○'];
-  return chip(text, tone, mark);
+export const STATE_NAMES = Object.fromEntries(Object.entries(STATES).map(([state, [text]]) => [state, text]));
+
+const isLate = (job) => isLive(job) && ((job.slack_s ?? 0) < 0 || job.at_risk);
+
+/** The state of a job; one that will miss its deadline looks like it, whatever its state is. */
+export function stateChip(job) {
+  const [text, tone, mark] = STATES[job.state] ?? [job.state, 'quiet', '○'];
+  if (!isLate(job)) return chip(text, tone, mark);
+  return chip(`${text}, ${(job.slack_s ?? 0) < 0 ? 'late' : 'at risk'}`, 'bad', '!');
 }
 
 const OUTCOMES = {
@@ -80,6 +86,13 @@ export function slackChip(job) {
 export const taskName = (identity) =>
   `${identity.task_id}${identity.map_index >= 0 ? ` [${identity.map_index}]` : ''}`;
 export const jobName = (identity) => `${identity.dag_id} · ${taskName(identity)}`;
+/** The same as a link, its names shortened in the middle where they are long; the whole is in the tip and for readers. */
+export function shortName(identity, href) {
+  const task = taskName(identity);
+  const long = identity.dag_id.length + task.length > 44;
+  return h('a', { href, class: 'strong nowrap', 'aria-label': long ? jobName(identity) : null, 'data-tip': long ? `${jobName(identity)}\n${identity.run_id}` : null },
+    f.middle(identity.dag_id, 22), h('span', { class: 'muted' }, ' · '), f.middle(task, 22));
+}
 export const jobLink = (identity, jobId) => `#/job/${encodeURIComponent(identity.dag_id)}/${encodeURIComponent(jobId)}`;
 
 export function progress(job) {
@@ -97,7 +110,7 @@ export function progress(job) {
       { class: 'bar', role: 'progressbar', 'aria-valuemin': 0, 'aria-valuemax': total, 'aria-valuenow': job.step, 'aria-label': `Progress of ${jobName(job.identity)}`, 'aria-valuetext': label },
       h('div', { class: `done ${TERMINAL.has(job.state) ? job.state : ''}`, style: { width: `${(100 * part).toFixed(1)}%` } }),
     ),
-    h('div', { class: 'progress-text' }, f.percent(part), h('span', { class: 'muted' }, ` ${f.number(job.step)} / ${f.number(total)}`)),
+    h('div', { class: 'progress-text', 'data-tip': label }, f.percent(part), h('span', { class: 'muted' }, ` ${f.number(job.step)} / ${f.number(total)}`)),
   );
 }
 
@@ -112,9 +125,9 @@ export const tiles = (...all) =>
 export const card = (title, note, ...children) =>
   h('section', { class: 'card', 'aria-label': title, 'data-key': `card-${title}` }, h('header', {}, h('h2', {}, title), note ? h('p', { class: 'note' }, note) : null), children);
 
-/** A table that becomes a list of cards on a phone; columns: [title, class]. */
+/** A table that becomes a list of cards on a phone; columns: [title, class], and {node, attributes} of another heading. */
 export function table(caption, columns, rows, options = {}) {
-  const head = columns.map(([title, kind]) => h('th', { scope: 'col', role: 'columnheader', class: kind }, title));
+  const head = columns.map(([title, kind, { node = title, attributes } = {}]) => h('th', { scope: 'col', role: 'columnheader', class: kind, ...attributes }, node));
   const body = rows.map(({ key, cells, attributes }) =>
     h('tr', { role: 'row', 'data-key': key, ...attributes }, cells.map((cell, at) =>
       h(at === 0 ? 'th' : 'td', { class: columns[at][1], role: at === 0 ? 'rowheader' : 'cell', scope: at === 0 ? 'row' : null, 'data-label': columns[at][0] }, cell))));
@@ -127,6 +140,16 @@ export function table(caption, columns, rows, options = {}) {
 
 export const fold = (key, title, ...children) =>
   h('details', { class: 'fold', 'data-key': key }, h('summary', {}, title), children);
+
+/** In the place of a part that has not come yet, or beside one that is not up to date; null where all is well. */
+export function feedNote(feed, name) {
+  if (feed.error) {
+    return h('p', { class: 'banner', role: 'status', 'data-key': `late-${name}` }, feed.value ? 'Not up to date: ' : 'Not loaded: ', f.sentence(feed.error.message), '. This page tries again by itself. ',
+      h('button', { type: 'button', class: 'button small-button', 'data-action': 'retry', value: name }, 'Try again'));
+  }
+  if (feed.value) return null;
+  return h('p', { class: 'quiet-note loading-part', role: 'status', 'data-key': `late-${name}` }, feed.slow ? 'Still loading…' : 'Loading…');
+}
 
 const picture = () =>
   s('svg', { viewBox: '0 0 120 60', width: 120, height: 60, class: 'picture', 'aria-hidden': 'true' },

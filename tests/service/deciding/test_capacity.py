@@ -114,7 +114,7 @@ def test_rejected_jobs_ask_for_nodes_until_their_deadline_or_until_they_come_aga
     assert (want.need, want.task, want.job_id, want.dag_id) == ("rejected", "daily.t3", first[3].job.job_id, "daily")
     assert want.deadline_at == first[3].job.deadline_at
     assert [one.job_id for one in answer.hopeless] == [hopeless.job.job_id]
-    assert "would do for 1 rejected job; no further node would help 1 rejected job" in answer.summary
+    assert "would be enough for 1 rejected job; no further node would help 1 rejected job" in answer.summary
     again = world.submit(task="t3", steps=2000, within=4000.0, scaling_curve=CURVE)
     assert again.job.incarnation == 2
     assert service_of(world).capacity().wanted_nodes == 0
@@ -318,7 +318,7 @@ def test_the_command_says_who_wants_more(world, ask):
     done = ask("--hours", "1")
     assert "daily.t3" in done.output
     assert "hopeless, rejected" in done.output
-    assert "1 more node of 4 slots would do for 1 rejected job" in done.output
+    assert "1 more node of 4 slots would be enough for 1 rejected job" in done.output
 
 
 def test_for_programs_the_command_prints_json(world, ask):

@@ -92,18 +92,21 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         run_id: Name | None = None,
         task_id: Name | None = None,
         map_index: MapIndex | None = None,
+        text: Name | None = None,
         cursor: Annotated[str | None, Query(max_length=400)] = None,
     ) -> Response:
         """List jobs, newest first: the newest of those that all of this is true of.
 
-        dag_id may be given several times: for jobs of any of these DAGs. A page has at most 1,000 jobs, by default 100,
-        which is the size to ask for where somebody waits: the time goes with it. With as many jobs as the limit, the
-        answer's header Link names the next page.
+        dag_id may be given several times: for jobs of any of these DAGs. Each word of text must occur in the DAG, task,
+        run or state of a job. A page has at most 1,000 jobs, by default 100, which is the size to ask for where
+        somebody waits: the time goes with it. With as many jobs as the limit, the answer's header Link names the next
+        page.
         """
         given = {"namespace": namespace, "run_id": run_id, "task_id": task_id, "map_index": map_index}
         shared = {part: value for part, value in given.items() if value is not None}
         after = None if cursor is None else _read_cursor(cursor)
-        found = job_service.list_jobs(None if state is None else state.value, dag_id, live, limit, shared, after)
+        wanted = None if state is None else state.value
+        found = job_service.list_jobs(wanted, dag_id, live, limit, shared, after, text)
         response = Response(_JOBS.dump_json(found), media_type="application/json")
         if len(found) == limit:
             page = request.url.include_query_params(cursor=found[-1].cursor)

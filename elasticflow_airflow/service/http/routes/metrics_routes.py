@@ -126,7 +126,7 @@ class MetricsCollector:
         said = "Slots of whole nodes that nobody needs in the next 24 hours."
         yield GaugeMetricFamily("elasticflow_releasable_slots", said, value=found.releasable_slots)
         if found.wanted_slots is not None:
-            said = "Slots of further nodes that would do for all who want capacity."
+            said = "Slots of further nodes that would be enough for all jobs that want capacity."
             yield GaugeMetricFamily("elasticflow_wanted_slots", said, value=found.wanted_slots)
 
     def _itself(self) -> Iterator[Metric]:

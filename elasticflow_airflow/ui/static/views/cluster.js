@@ -2,74 +2,120 @@
 
 import * as api from '../api.js';
 import { draw, place } from '../charts.js';
-import { h, show } from '../dom.js';
+import { h, say, show } from '../dom.js';
+import { Feed } from '../feed.js';
 import * as f from '../format.js';
 import { gantt, legend, walk } from '../gantt.js';
 import { colourOf } from '../palette.js';
-import { card, chip, decisionChip, empty, firstJob, fold, isLive, jobLink, outcomeChip, table, tiles, time } from '../parts.js';
+import { steer, TimeWindow } from '../time_window.js';
+import { card, chip, confirmed, decisionChip, empty, feedNote, firstJob, fold, isLive, jobLink, outcomeChip, table, tiles, time } from '../parts.js';
+import { needsAttention } from './attention.js';
 
 const RANGES = { '1h': [1, 0.5, '1 hour'], '6h': [6, 3, '6 hours'], '24h': [24, 12, '24 hours'], '7d': [168, 24, '7 days'] };
 const WEEK_S = 7 * 86400;
 const HISTORY_MS = 8000;
 const WEEK_MS = 60000;
 const FORECAST_MS = 30000;
+const ATTENTION_MS = 10000;
+const RESTING_MS = 250;
+const DAY_S = 86400;
+const STEERING = [['earlier', 'Earlier', '◂'], ['farther', 'Zoom out', '−'], ['closer', 'Zoom in', '+'], ['later', 'Later', '▸']];
 
 export function open({ main, refresh }) {
   let range = sessionStorage.getItem('elasticflow.range');
   let chosen = Boolean(RANGES[range]);
   if (!chosen) range = '24h';
-  const got = { history: null, week: null, forecast: null, cluster: null };
-  const asked = { history: 0, week: 0, forecast: 0 };
-
-  async function fresh(what, forMs, ask) {
-    if (Date.now() - asked[what] < forMs) return;
-    got[what] = await ask();
-    asked[what] = Date.now();
-  }
+  const frame = new TimeWindow(RANGES[range][0] * 3600, RANGES[range][1] * 3600);
+  const unfolded = new Set();
+  let cluster = null;
+  let note = null;
+  let resting = null;
+  const minute = () => Math.ceil(cluster.at / 60) * 60; // All who look in this minute ask the same.
+  const feeds = {
+    history: new Feed((signal) => {
+      const { from, until } = frame.at(frame.follows && frame.pastS > DAY_S ? minute() : cluster.at);
+      return api.history(from, until, 120, signal);
+    }, HISTORY_MS, render),
+    week: new Feed((signal) => api.history(minute() - WEEK_S, minute(), 168, signal), WEEK_MS, () => {
+      choose();
+      render();
+    }),
+    forecast: new Feed((signal) => api.forecast(24, signal), FORECAST_MS, render),
+    attention: new Feed((signal) => api.attention(signal), ATTENTION_MS, render),
+  };
 
   async function look(signal) {
-    got.cluster = await api.cluster(signal);
-    const now = got.cluster.at;
-    const minute = Math.ceil(now / 60) * 60; // All who look in this minute ask the same.
-    await fresh('week', WEEK_MS, () => api.history(minute - WEEK_S, minute, 168, signal));
-    if (!chosen) {
-      // A young cluster would be a stripe at the edge of a day.
-      const oldest = Math.min(now, ...got.week.spans.map((span) => span.from_at), ...got.week.admissions.map((one) => one.submitted_at));
-      range = Object.keys(RANGES).slice(0, 3).find((key) => RANGES[key][0] * 3600 > now - oldest) ?? '24h';
-      if (!got.week.admissions.length && !got.week.spans.length) range = '24h';
-      chosen = true;
-    }
-    const [past, ahead] = RANGES[range];
-    const at = past > 24 ? minute : now;
-    await Promise.all([
-      fresh('history', HISTORY_MS, () => api.history(at - past * 3600, at + ahead * 3600, 120, signal)),
-      fresh('forecast', FORECAST_MS, () => api.forecast(24, signal).catch((error) => {
-        if (error.name === 'AbortError') throw error;
-        return { items: [], unknown: error.message };
-      })),
-    ]);
+    cluster = await api.cluster(signal);
+    for (const feed of Object.values(feeds)) feed.tick();
     render();
   }
 
-  function render() {
-    const { cluster, history, week, forecast } = got;
-    if (!history) return;
-    const nothing = !cluster.jobs.length && !week.spans.length && !week.admissions.length && !forecast.items.length;
-    show(main, h('h1', { class: 'visually-hidden' }, 'Cluster'), problems(cluster), overview(got),
-      nothing ? empty('No training has asked for this cluster yet', firstJob()) : null,
-      timeline(history, cluster), nothing ? null : [h('div', { class: 'columns', 'data-key': 'columns' }, outlook(forecast), byDag(week)), asks(week)], replicas(cluster));
-    view.hasShown = true;
-    if (!nothing) charts(week);
+  /** A young cluster would be a stripe at the edge of a day. */
+  function choose() {
+    const week = feeds.week.value;
+    if (chosen || !week) return;
+    chosen = true;
+    const oldest = Math.min(week.now, ...week.spans.map((span) => span.from_at), ...week.admissions.map((one) => one.submitted_at));
+    const found = Object.keys(RANGES).slice(0, 3).find((key) => RANGES[key][0] * 3600 > week.now - oldest) ?? '24h';
+    if (!frame.follows || found === range || (!week.admissions.length && !week.spans.length)) return;
+    showRange(found);
   }
 
-  function timeline(history, cluster) {
+  /** Show one of the ranges, from now on. */
+  function showRange(key) {
+    range = key;
+    const [past, ahead] = RANGES[key];
+    frame.follow(past * 3600, ahead * 3600);
+    feeds.history.again();
+  }
+
+  /** Somebody has moved the time: what is known is drawn there at once, the rest is asked for when the hand rests. */
+  function steered() {
+    render();
+    clearTimeout(resting);
+    resting = setTimeout(() => feeds.history.again(), RESTING_MS);
+  }
+
+  function render() {
+    if (!cluster) return;
+    const { history, week, forecast, attention } = feeds;
+    const nothing = !cluster.jobs.length && week.value && forecast.value && !week.value.spans.length && !week.value.admissions.length && !forecast.value.items.length;
+    show(main, h('h1', { class: 'visually-hidden' }, 'Cluster'), problems(cluster), overview(cluster, week, forecast),
+      note ? h('p', { class: `banner ${note.tone}`, role: 'status', 'data-key': 'note' }, note.text) : null,
+      needsAttention(attention, cluster.may_edit),
+      nothing ? empty('No training has asked for this cluster yet', firstJob()) : null,
+      timeline(history), nothing ? null : [h('div', { class: 'columns', 'data-key': 'columns' }, outlook(forecast), byDag(week)), asks(week)], replicas(cluster));
+    view.hasShown = true;
+    if (!nothing && week.value) charts(week.value);
+  }
+
+  async function toBestEffort({ dag, job, claim }) {
+    if (!(await confirmed('Make this job best effort?', 'It gives its deadline up, and trains on slots that no promise needs. Other jobs may gain.', 'Best effort', 'primary'))) return;
+    try {
+      const answer = await api.amend(dag, job, { claim: Number(claim), best_effort: true });
+      note = answer.accepted ? { tone: 'ok', text: 'The job is best effort now.' } : { tone: 'bad', text: f.whole(answer.reason) };
+    } catch (error) {
+      note = { tone: 'bad', text: `${error.message}${error.hint ? ` (${error.hint})` : ''}` };
+    }
+    say(note.text);
+    feeds.attention.again();
+    refresh();
+  }
+
+  function timeline(feed) {
+    const { from, until } = frame.at(cluster.at);
+    const history = feed.value ?? unknownYet(cluster, from, until);
     const width = Math.max(300, main.clientWidth - 34);
     return card('Jobs on slots', null,
       h('div', { class: 'bar-line' },
         h('fieldset', { class: 'choice' }, h('legend', { class: 'visually-hidden' }, 'Time shown'),
-          Object.entries(RANGES).map(([key, [, , text]]) => h('button', { type: 'button', 'data-action': 'range', value: key, 'aria-pressed': String(key === range), 'data-key': key }, text)))),
+          Object.entries(RANGES).map(([key, [, , text]]) => h('button', { type: 'button', 'data-action': 'range', value: key, 'aria-pressed': String(frame.follows && key === range), 'data-key': key }, text))),
+        h('div', { class: 'choice', role: 'group', 'aria-label': 'Move the time shown', title: 'Ctrl and the wheel zoom, dragging moves. Keys: plus, minus, Shift and arrows.' },
+          STEERING.map(([action, label, sign]) => h('button', { type: 'button', 'data-action': action, 'aria-label': label, 'data-key': action }, sign))),
+        frame.follows ? null : h('span', { class: 'muted small', 'data-key': 'shown' }, `${f.moment(from)} – ${f.moment(until, from)}`)),
+      feedNote(feed, 'history'),
       left('spans-cut', 'So much was going on that only those blocks are shown that began after ', history.spans_from_at),
-      h('div', { class: 'gantt-box', 'data-key': 'gantt-box' }, gantt({ history, cluster, width })),
+      h('div', { class: 'gantt-box', 'data-key': 'gantt-box' }, gantt({ history, cluster, width, from, until, unfolded })),
       legend(history),
       fold('spans', 'As a table', table('Jobs on slots', [['Job', ''], ['From', 'nowrap'], ['Until', 'nowrap'], ['Slots', 'number'], ['Why', 'wide']],
         [...history.spans.slice(-60), ...history.planned.slice(0, 60)].map((span, at) => ({ key: `s${at}`, cells: [
@@ -84,18 +130,29 @@ export function open({ main, refresh }) {
     hasShown: false,
     look,
     act(action, target) {
-      if (action !== 'range') return;
-      range = target.value;
-      sessionStorage.setItem('elasticflow.range', range);
-      asked.history = 0;
-      refresh();
+      if (action === 'retry') feeds[target.value]?.again();
+      if (action === 'best-effort') toBestEffort(target.dataset);
+      if (action === 'fold') unfolded[unfolded.has(target.dataset.node) ? 'delete' : 'add'](target.dataset.node);
+      if (action === 'earlier' || action === 'later') frame.move(action === 'later' ? 0.5 : -0.5, cluster.at);
+      if (action === 'closer' || action === 'farther') frame.zoom(action === 'closer' ? 0.5 : 2, cluster.at);
+      if (['earlier', 'later', 'closer', 'farther'].includes(action)) steered();
+      if (action === 'range') {
+        chosen = true;
+        sessionStorage.setItem('elasticflow.range', target.value);
+        showRange(target.value);
+      }
+      render();
     },
     close() {
+      for (const feed of Object.values(feeds)) feed.stop();
+      clearTimeout(resting);
+      stopSteering();
       main.removeEventListener('keydown', walk);
       resized.disconnect();
     },
   };
   main.addEventListener('keydown', walk);
+  const stopSteering = steer(main, frame, () => cluster.at, steered);
   let lastWidth = main.clientWidth;
   const resized = new ResizeObserver(() => {
     if (Math.abs(main.clientWidth - lastWidth) < 4) return;
@@ -105,6 +162,12 @@ export function open({ main, refresh }) {
   resized.observe(main);
   return view;
 }
+
+/** The timeline before anything is known of the past: the slots, and the time that will be shown. */
+const unknownYet = (cluster, from, until) => ({
+  from_at: from, until_at: until, now: cluster.at, spans: [], planned: [], admissions: [],
+  part_s: 3600, held_slot_s: [], computing_slot_s: [], slots: cluster.slots.length, spans_from_at: null,
+});
 
 const problems = ({ service }) =>
   service.problems.length ? h('p', { class: 'banner bad', role: 'alert', 'data-key': 'problems' }, h('strong', {}, 'The service reports a problem. '), service.problems.join('; ')) : null;
@@ -123,36 +186,38 @@ export function whoDecides({ epoch, leader, elected_at: since, change, failed_ov
   return `${decides}Replicas: ${names.join(', ')}. ${last === null ? 'No fail-over so far.' : `Last fail-over: ${f.moment(last)}.`}`;
 }
 
-function overview({ cluster, week, forecast }) {
+function overview(cluster, { value: week }, forecast) {
   const taken = cluster.slots.filter((slot) => slot.job_id || slot.busy).length;
   const computing = cluster.jobs.filter((job) => job.state === 'running').reduce((all, job) => all + job.workers, 0);
   const running = cluster.jobs.filter((job) => job.state === 'running').length;
   const waiting = cluster.jobs.filter((job) => isLive(job) && job.state !== 'running').length;
-  const judged = week.by_dag.reduce((all, one) => all + one.judged, 0);
-  const met = week.by_dag.reduce((all, one) => all + one.met, 0);
+  const judged = week?.by_dag.reduce((all, one) => all + one.judged, 0);
+  const met = week?.by_dag.reduce((all, one) => all + one.met, 0);
   const draining = new Set(cluster.slots.filter((slot) => slot.draining_until).map((slot) => slot.node_id)).size;
   return tiles(
     ['Slots in use', h('span', {}, `${taken}`, h('small', {}, ` of ${cluster.slots.length}`)), draining ? `${f.plural(draining, 'node')} leaving` : `${computing} computing`],
     ['Jobs', h('span', {}, `${running}`, h('small', {}, ' running')), waiting ? `${waiting} waiting` : cluster.hidden_jobs ? `${cluster.hidden_jobs} of other teams` : 'none waits'],
     nextDay(cluster, forecast),
-    ['Deadlines met, 7 days', judged ? f.percent(met / judged) : '–', judged ? `${f.number(met)} of ${f.number(judged)}` : 'none was due'],
+    ['Deadlines met, 7 days', judged ? f.percent(met / judged) : '–', judged ? `${f.number(met)} of ${f.number(judged)}` : week ? 'none was due' : 'loading…'],
   );
 }
 
 /** No calm that nobody has vouched for: what is late now counts, too, and what is not known is said to be so. */
-export function nextDay({ jobs }, forecast) {
+export function nextDay({ jobs }, { value: forecast, error }) {
   const title = 'Next 24 hours';
   const late = jobs.filter((job) => isLive(job) && (job.at_risk || (job.slack_s ?? 0) < 0)).length;
   const lateNow = late ? `${f.plural(late, 'job')} late or at risk now` : null;
-  if (forecast.unknown) return [title, '–', lateNow ?? 'the forecast did not come', late ? 'bad' : 'warn'];
+  if (error) return [title, '–', lateNow ?? 'the forecast did not come', late ? 'bad' : 'warn'];
+  if (!forecast) return [title, '–', lateNow ?? 'loading…', late ? 'bad' : null];
   const open = forecast.items.length - forecast.kept - forecast.not_kept;
   const failing = forecast.not_kept ? `${forecast.not_kept} will not make it` : lateNow;
   return [title, h('span', {}, `${forecast.kept}`, h('small', {}, ` of ${forecast.items.length} on course`)),
     failing ?? (open ? `${open} not known yet` : forecast.items.length ? 'nothing at risk' : 'nothing is due'), failing ? 'bad' : null];
 }
 
-function outlook(forecast) {
-  if (forecast.unknown) return card('Next 24 hours', 'Unknown: the forecast did not come.', h('p', { class: 'banner', role: 'status', 'data-key': 'no-forecast' }, f.sentence(forecast.unknown), ' This page tries again by itself.'));
+function outlook(feed) {
+  const forecast = feed.error ? null : feed.value; // An old forecast would be a promise that nobody makes any more.
+  if (!forecast) return card('Next 24 hours', feed.error ? 'Unknown: the forecast did not come.' : null, feedNote(feed, 'forecast'));
   const byDag = group(forecast.items, (item) => item.dag_id);
   const missing = forecast.missing_slots ? ` With ${f.plural(forecast.missing_slots, 'more slot')} all would be kept.` : '';
   const inside = forecast.items.length
@@ -163,7 +228,7 @@ function outlook(forecast) {
             item.job_id ? h('a', { href: jobLink({ dag_id: item.dag_id }, item.job_id) }, item.task.slice(dag.length + 1) || item.task) : h('span', {}, item.task.slice(dag.length + 1) || item.task),
             item.kind === 'expected' ? null : chip('Live', 'quiet'), outcomeChip(item.outcome)),
           h('div', { class: 'muted small' }, item.kind === 'expected' ? ['due ', time(item.due_at), ', '] : null, item.projected_at ? ['finish ', time(item.projected_at), ', '] : null, item.deadline_at ? ['deadline ', time(item.deadline_at)] : 'no deadline known',
-            item.outcome === 'missed' && item.earliest_deadline_at ? ['; ', time(item.earliest_deadline_at), ' would do'] : null,
+            item.outcome === 'missed' && item.earliest_deadline_at ? ['; earliest feasible: ', time(item.earliest_deadline_at)] : null,
             item.outcome !== 'kept' && item.reason ? h('div', {}, f.whole(item.reason)) : null)))))))
     : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due. Recurring tasks appear here once they have run, or when their DAG tells its next runs.');
   return card('Next 24 hours', f.whole(forecast.summary) + missing, inside);
@@ -179,10 +244,12 @@ function group(items, by) {
 }
 
 /** Sums of the service: they count also what is too much to be drawn. */
-function byDag(week) {
+function byDag(feed) {
+  const week = feed.value;
+  if (!week) return card('Last 7 days', null, feedNote(feed, 'week'));
   const rows = week.by_dag.slice().sort((a, b) => b.slot_s - a.slot_s);
   const most = rows[0]?.slot_s || 1;
-  return card('Last 7 days', null, rows.length
+  return card('Last 7 days', null, feedNote(feed, 'week'), rows.length
     ? table('The last seven days by DAG', [['DAG', ''], ['Runs', 'number'], ['Met', 'number'], ['Rejected', 'number'], ['Median wait', 'number'], ['Slot hours', 'number']], rows.map((sums) => ({ key: sums.dag_id, cells: [
         h('a', { href: `#/jobs?dag=${encodeURIComponent(sums.dag_id)}`, class: 'plain' }, h('span', { class: `swatch c${colourOf(sums.dag_id)}`, 'aria-hidden': 'true' }), sums.dag_id),
         f.number(sums.runs), sums.judged ? h('span', { class: sums.met < sums.judged ? 'warn-text' : '' }, `${sums.met} / ${sums.judged}`) : '–',
@@ -198,7 +265,9 @@ const left = (key, what, from) => !from ? null : h('p', { class: 'banner', role:
 const WAITS = [1, 3, 10, 60, 600, 3600, 36000, 360000];
 const KINDS = [['admitted', 'accent', 'Admitted'], ['renegotiated', 'warn', 'Later deadline'], ['best_effort', 'faint', 'Best effort'], ['undecided', 'muted', 'Undecided'], ['rejected', 'bad', 'Rejected']];
 
-function asks(week) {
+function asks(feed) {
+  const week = feed.value;
+  if (!week) return null; // Its card beside the forecast says why.
   const refused = week.admissions.filter((one) => one.decision === 'rejected').sort((a, b) => b.submitted_at - a.submitted_at).slice(0, 5);
   return card('Submissions and waiting, last 7 days', null,
     left('asks-cut', 'So much was submitted that only those are shown that came after ', week.admissions_from_at),

@@ -5,31 +5,38 @@ import { draw, place } from '../charts.js';
 import { h, say, show } from '../dom.js';
 import { TONES } from '../event_kinds.js';
 import { saveAsPage } from '../export.js';
+import { Feed } from '../feed.js';
 import * as f from '../format.js';
 import { amendment } from '../amend.js';
 import { LogTail } from '../log.js';
-import { airflowTask, card, chip, confirmed, fold, isLive, jobLink, jobName, progress, slackChip, stateChip, table, tiles, time, weightsTile } from '../parts.js';
+import { airflowTask, card, chip, confirmed, feedNote, fold, isLive, jobLink, jobName, progress, slackChip, stateChip, table, tiles, time, weightsTile } from '../parts.js';
 import { drawCurve, drawRuns, drawStory } from './job_charts.js';
 
 const RUNS_MS = 30000;
+const LOG_MS = 2500;
 const PARTS = [['compute_s', 'compute', 'Compute'], ['data_s', 'data', 'Data'], ['reduce_s', 'reduce', 'Reduce'], ['wait_s', 'wait', 'Wait'], ['pause_s', 'pause', 'Pause'], ['save_s', 'save', 'Save'], ['other_s', 'other', 'Other']];
 
 export function open({ main, rest: [dag, job], refresh }) {
   const got = { story: null, events: [], runs: [] };
   const state = { incarnation: null, note: null, stacks: null };
-  let runsAt = 0;
   const log = new LogTail(dag, job);
+  const feeds = {
+    runs: new Feed((signal) => api.runs(dag, job, signal), RUNS_MS, () => {
+      got.runs = feeds.runs.value ?? [];
+      render();
+    }),
+    log: new Feed(async (signal) => {
+      await log.read(got.story.status, signal);
+      return log.name;
+    }, LOG_MS, () => log.draw()),
+  };
 
   async function look(signal) {
     const after = got.events.at(-1)?.event_id ?? 0;
     const [story, events] = await Promise.all([api.story(dag, job, state.incarnation, signal), api.events(dag, job, after, signal)]);
     got.story = story;
     got.events.push(...events.filter((event) => event.event_id > (got.events.at(-1)?.event_id ?? 0)));
-    if (Date.now() - runsAt > RUNS_MS) {
-      got.runs = await api.runs(dag, job, signal);
-      runsAt = Date.now();
-    }
-    await log.read(story.status, signal);
+    for (const feed of Object.values(feeds)) feed.tick();
     render();
   }
 
@@ -40,7 +47,7 @@ export function open({ main, rest: [dag, job], refresh }) {
     show(main, head(story), state.note ? h('p', { class: `banner ${state.note.tone}`, role: 'status', 'data-key': 'note' }, state.note.text) : null, why(story), numbers(story),
       course(story),
       h('div', { class: 'columns', 'data-key': 'curve-workers' }, curve(story), workers(story)),
-      h('div', { class: 'columns', 'data-key': 'decisions-runs' }, decisions(got.events, status.incarnation), comparison(got.runs, status)),
+      h('div', { class: 'columns', 'data-key': 'decisions-runs' }, decisions(got.events, status.incarnation), comparison(feeds.runs, status)),
       h('div', { class: 'columns', 'data-key': 'checkpoints-asked' }, checkpoints(story), asked(story)),
       logs(status), stacks(status));
     view.hasShown = true;
@@ -56,7 +63,7 @@ export function open({ main, rest: [dag, job], refresh }) {
     const live = isLive(status);
     return h('div', { class: 'page-head job-head', 'data-key': 'head' },
       h('div', {}, h('p', { class: 'crumbs small' }, h('a', { href: '#/jobs' }, 'Jobs'), ' / ', h('a', { href: airflowTask(identity), 'data-outside': '' }, 'task in Airflow')),
-        h('h1', {}, jobName(identity), ' ', stateChip(status.state)),
+        h('h1', {}, jobName(identity), ' ', stateChip(status)),
         h('p', { class: 'muted small run' }, identity.run_id, story.incarnations > 1 ? attempts(story) : null)),
       h('div', { class: 'buttons', 'data-noexport': '' },
         h('button', { type: 'button', class: 'button', 'data-action': 'export' }, 'Save as page'),
@@ -106,11 +113,15 @@ export function open({ main, rest: [dag, job], refresh }) {
     everyMs: 3000,
     hasShown: false,
     look,
+    close() {
+      for (const feed of Object.values(feeds)) feed.stop();
+    },
     act(action, target) {
-      if (action === 'cancel') cancel();
+      if (action === 'retry') feeds[target.value]?.again();
+      else if (action === 'cancel') cancel();
       else if (action === 'amend') amendment(got.story.status, (change) => doing(async () => {
         const answer = await api.amend(dag, job, { claim: got.story.status.claim, ...change });
-        if (!answer.accepted) throw new Error(`${f.sentence(answer.reason)}${answer.earliest_deadline_at ? `; ${f.moment(answer.earliest_deadline_at)} would do` : ''}`);
+        if (!answer.accepted) throw new Error(`${f.sentence(answer.reason)}${answer.earliest_deadline_at ? `; the earliest feasible deadline is ${f.moment(answer.earliest_deadline_at)}` : ''}`);
         return 'The deadline was changed.';
       }));
       else if (action === 'stacks') doing(async () => {
@@ -124,10 +135,11 @@ export function open({ main, rest: [dag, job], refresh }) {
       else if (action === 'incarnation') {
         state.incarnation = Number(target.value);
         log.reset(state.incarnation);
+        feeds.log.again();
         refresh();
       } else if (action === 'log') {
         log.choose(target.value);
-        refresh();
+        feeds.log.again();
       } else if (action === 'follow') log.follow = target.checked;
     },
   };
@@ -135,6 +147,11 @@ export function open({ main, rest: [dag, job], refresh }) {
 }
 
 const why = (story) => story.why ? h('p', { class: 'callout', 'data-key': 'why' }, f.whole(story.why)) : null;
+
+function untilDeadline(at) {
+  const left = at - f.nowS();
+  return left >= 0 ? `${f.duration(left)} until the deadline` : h('span', { class: 'bad-text' }, `the deadline passed ${f.duration(-left)} ago`);
+}
 
 function numbers(story) {
   const { status } = story;
@@ -147,7 +164,7 @@ function numbers(story) {
     ['Steps per second', status.steps_per_s ? f.number(status.steps_per_s) : '–', [status.loss !== null ? `loss ${f.number(status.loss)}` : 'no loss reported', story.samples_per_s ? `, ${f.number(story.samples_per_s)} samples/s` : '',
       story.noise_scale ? h('span', { title: 'Gradient noise scale, in samples: global batches beyond it pay little' }, `, noise scale ${f.number(story.noise_scale)}`) : null]],
     [live ? 'Projected finish' : 'Ended', [time(live ? status.projected_finish_at : ended), late ? h('small', {}, ' 95 % by ', time(late)) : null], status.deadline_at === null ? 'best effort' : h('span', {}, 'deadline ', time(status.deadline_at))],
-    ['Slack', slackChip(status), live && status.deadline_at !== null ? h('span', {}, f.duration(status.deadline_at - f.nowS()), ' until the deadline') : ''],
+    ['Slack', slackChip(status), live && status.deadline_at !== null ? untilDeadline(status.deadline_at) : ''],
     status.result ? ['Slot hours', f.number(status.result.gpu_seconds / 3600), f.plural(status.result.rescales, 'rescale')] : ['Submitted', time(status.submitted_at), `${f.duration(f.nowS() - status.submitted_at)} ago`],
   ));
 }
@@ -189,11 +206,11 @@ function decisions(events, incarnation) {
     : h('p', { class: 'quiet-note' }, 'Nothing has been decided yet.'));
 }
 
-const comparison = (runs, status) => card('Beside its last runs', null, runs.length > 1
+const comparison = (feed, status) => card('Beside its last runs', null, feedNote(feed, 'runs'), !feed.value ? null : feed.value.length > 1
   ? [place('chart-runs', 'Line chart: loss by time since the start, this run and the last ones', 220),
-    table('Runs of this task', [['Run', ''], ['State', ''], ['Took', 'number'], ['Steps', 'number'], ['Loss', 'number'], ['Slot hours', 'number'], ['Rescales', 'number']], runs.map((run) => ({ key: `${run.job_id}-${run.incarnation}`, attributes: run.job_id === status.job_id && run.incarnation === status.incarnation ? { class: 'this' } : {}, cells: [
+    table('Runs of this task', [['Run', ''], ['State', ''], ['Took', 'number'], ['Steps', 'number'], ['Loss', 'number'], ['Slot hours', 'number'], ['Rescales', 'number']], feed.value.map((run) => ({ key: `${run.job_id}-${run.incarnation}`, attributes: run.job_id === status.job_id && run.incarnation === status.incarnation ? { class: 'this' } : {}, cells: [
       run.job_id === status.job_id && run.incarnation === status.incarnation ? h('span', {}, 'this run') : h('a', { href: jobLink(status.identity, run.job_id), title: run.run_id }, f.moment(run.submitted_at)),
-      run.met === false ? chip('Late', 'bad', '✕') : stateChip(run.state), run.started_at ? f.duration((run.finished_at ?? f.nowS()) - run.started_at) : '–', f.number(run.steps), f.number(run.final_loss), f.number(run.slot_s / 3600), f.number(run.rescales)] })), { kind: 'dense' })]
+      run.met === false ? chip('Late', 'bad', '✕') : stateChip(run), run.started_at ? f.duration((run.finished_at ?? f.nowS()) - run.started_at) : '–', f.number(run.steps), f.number(run.final_loss), f.number(run.slot_s / 3600), f.number(run.rescales)] })), { kind: 'dense' })]
   : h('p', { class: 'quiet-note' }, 'This is the first run of its task. From the second on they stand side by side here.'));
 
 const checkpoints = (story) => card('Checkpoints', null, story.checkpoints.length

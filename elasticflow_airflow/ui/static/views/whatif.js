@@ -3,19 +3,20 @@
 import * as api from '../api.js';
 import { h, say, show } from '../dom.js';
 import * as f from '../format.js';
-import { card, chip, confirmed, decisionChip, empty, firstJob, isLive, jobLink, jobName, outcomeChip, slackChip, table, time } from '../parts.js';
+import { card, chip, confirmed, decisionChip, empty, firstJob, fold, isLive, jobLink, jobName, outcomeChip, shortName, slackChip, table, time } from '../parts.js';
 
 const PAUSE_MS = 350;
+const MANY = 8;
 
 export function open({ main, refresh }) {
   const wanted = { deadlines: new Map(), extra: 0, without: new Set() };
-  const got = { cluster: null, answer: null, error: null, asking: false, note: null };
+  const got = { cluster: null, answer: null, error: null, asking: false, note: null, filter: '' };
   let timer = null;
   let aborter = null;
 
   async function look(signal) {
     got.cluster = await api.cluster(signal);
-    if (!got.answer && !got.asking && !got.error) await ask();
+    if (!got.answer && !got.asking && !got.error) ask().then(render);
     render();
   }
 
@@ -60,15 +61,18 @@ export function open({ main, refresh }) {
     view.hasShown = true;
   }
 
-  const deadlines = (jobs, cluster) => card('Deadlines', null, jobs.length
-    ? h('ul', { class: 'items moves' }, jobs.map((job) => {
+  const named = (job) => jobName(job.identity).toLowerCase();
+  const deadlines = (jobs, cluster) => card('Deadlines', null, jobs.length > MANY
+    ? h('input', { type: 'search', class: 'input', placeholder: 'DAG or task', 'aria-label': 'Filter deadlines', 'data-input': 'filter', 'data-key': 'filter' }) : null,
+  jobs.length
+    ? h('ul', { class: 'items moves scroll', tabindex: 0, 'aria-label': 'Deadlines of live jobs' }, jobs.filter((job) => wanted.deadlines.has(job.job_id) || named(job).includes(got.filter)).map((job) => {
         const moved = wanted.deadlines.has(job.job_id);
         const at = moved ? wanted.deadlines.get(job.job_id) : job.deadline_at;
         const verdict = moved ? got.answer?.verdicts.find((one) => one.job_id === job.job_id)?.verdict : null;
         const id = `at-${job.job_id}`;
         const button = (minutes, text) => h('button', { type: 'button', class: 'button small-button', 'data-action': 'shift', 'data-job': job.job_id, value: minutes, 'aria-label': `${jobName(job.identity)}: deadline ${Math.abs(minutes)} minutes ${minutes < 0 ? 'earlier' : 'later'}` }, text);
         return h('li', { 'data-key': job.job_id },
-          h('div', { class: 'item-line' }, h('a', { href: jobLink(job.identity, job.job_id) }, jobName(job.identity)), h('span', { class: 'muted small' }, 'finish ', time(job.projected_finish_at)), slackChip(job)),
+          h('div', { class: 'matter' }, shortName(job.identity, jobLink(job.identity, job.job_id)), h('span', { class: 'muted small nowrap' }, ' finish ', time(job.projected_finish_at), ' '), slackChip(job)),
           h('div', { class: 'move' }, h('label', { class: 'visually-hidden', for: id }, `Deadline of ${jobName(job.identity)}`),
             button(-30, '−30 min'), h('input', { type: 'datetime-local', id, class: 'input', value: at === null ? '' : f.toInput(at), 'data-change': 'deadline', 'data-job': job.job_id, 'data-key': id }), button(30, '+30 min'),
             moved ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'undo', 'data-job': job.job_id }, 'Undo') : null),
@@ -85,7 +89,7 @@ export function open({ main, refresh }) {
       h('div', { class: 'stepper' }, h('span', { id: 'more-label' }, 'More nodes', h('span', { class: 'muted small' }, ` of ${f.plural(largest, 'slot')} each`)),
         h('span', { role: 'group', 'aria-labelledby': 'more-label' }, h('button', { type: 'button', class: 'button small-button', 'data-action': 'fewer', 'aria-label': 'One node fewer', disabled: wanted.extra === 0 }, '−'),
           h('output', { 'aria-live': 'polite' }, String(wanted.extra)), h('button', { type: 'button', class: 'button small-button', 'data-action': 'more', 'aria-label': 'One node more' }, '+'))),
-      h('fieldset', { class: 'nodes' }, h('legend', {}, 'Nodes that are there'), nodes.map((node) => {
+      h('fieldset', { class: 'nodes scroll' }, h('legend', {}, 'Current nodes'), nodes.map((node) => {
         const slots = cluster.slots.filter((slot) => slot.node_id === node);
         const held = slots.filter((slot) => slot.job_id || slot.busy).length;
         return h('label', { class: 'check', 'data-key': node }, h('input', { type: 'checkbox', 'data-change': 'node', value: node, checked: !wanted.without.has(node), 'data-key': `in-${node}` }), ` ${node}`, h('span', { class: 'muted small' }, ` ${held} of ${slots.length} in use`));
@@ -104,19 +108,26 @@ export function open({ main, refresh }) {
     const rows = keys.map((key) => ({ key, was: before.get(key), is: after.get(key), refused: refused.get(key) })).sort((a, b) => Number(differs(b)) - Number(differs(a)) || (itemOf(a).deadline_at ?? Infinity) - (itemOf(b).deadline_at ?? Infinity));
     const count = rows.filter(differs).length;
     const told = refused.size ? `${f.plural(refused.size, 'change')} would be refused, and nothing would come of ${refused.size > 1 ? 'them' : 'it'}` : null;
-    const text = changed() ? (told ?? (count ? `${f.plural(count, 'outcome')} would change` : 'No outcome would change')) : 'As things are';
-    return card('Outlook for 24 hours', h('span', { 'aria-busy': String(got.asking) }, `${text}. ${f.whole(answer.after.summary)}`), rows.length
-      ? h('div', { class: got.asking ? 'stale' : '', 'data-key': 'outcome' }, table('Outlook', [['Task', ''], ['Due', 'nowrap'], ['As things are', ''], ['Then', ''], ['Finish', 'nowrap'], ['Deadline', 'nowrap'], ['Why', 'wide']], rows.map(({ key, was, is, refused }) => {
-          const shown = itemOf({ key, was, is });
-          return { key, attributes: differs({ was, is, refused }) ? { class: 'changed' } : {}, cells: [
-            shown.task, shown.kind === 'expected' ? time(shown.due_at) : 'live', was ? outcomeChip(was.outcome) : '–', refused ? chip('Refused', 'bad', '✕') : is ? outcomeChip(is.outcome) : '–',
-            h('span', {}, is?.projected_at && was?.projected_at && Math.abs(is.projected_at - was.projected_at) > 60 ? [h('s', { class: 'muted' }, f.moment(was.projected_at)), ' ', time(is.projected_at)] : time(shown.projected_at)),
-            refused ? h('span', {}, h('s', { class: 'muted' }, f.moment(wanted.deadlines.get(key) ?? null)), ' ', time(shown.deadline_at)) : time(shown.deadline_at), f.whole(refused?.reason ?? shown.reason)] };
-        })))
-      : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due in the next 24 hours.'));
+    const text = changed() ? (told ?? (count ? `${f.plural(count, 'task')} would be affected` : 'Nothing would change')) : 'As things are';
+    const shownRows = changed() ? rows.filter(differs) : rows;
+    const rest = changed() ? rows.filter((row) => !differs(row)) : [];
+    const moved = (was, is) => (is && was && Math.abs(is - was) > 60 ? h('span', {}, h('s', { class: 'muted' }, f.moment(was)), ' ', time(is)) : time(is ?? was ?? null));
+    const outlookTable = (some, name) => table(name, [['Task', ''], ['Due', 'nowrap'], ['As things are', ''], ['Then', ''], ['Finish', 'nowrap'], ['Deadline', 'nowrap'], ['Why', 'wide']], some.map(({ key, was, is, refused: no }) => {
+      const shown = itemOf({ key, was, is });
+      return { key, attributes: differs({ was, is, refused: no }) ? { class: 'changed' } : {}, cells: [
+        h('span', { 'data-tip': shown.task.length > 44 ? shown.task : null }, f.middle(shown.task, 44)),
+        shown.kind === 'expected' ? time(shown.due_at) : 'live', was ? outcomeChip(was.outcome) : '–', no ? chip('Refused', 'bad', '✕') : is ? outcomeChip(is.outcome) : '–',
+        moved(was?.projected_at, is?.projected_at ?? shown.projected_at),
+        no ? h('span', {}, h('s', { class: 'muted' }, f.moment(wanted.deadlines.get(key) ?? null)), ' ', time(shown.deadline_at)) : moved(was?.deadline_at, is?.deadline_at ?? shown.deadline_at), f.whole(no?.reason ?? shown.reason)] };
+    }));
+    return card('Outlook for 24 hours', h('span', { 'aria-busy': String(got.asking) }, `${text}. ${f.whole(answer.after.summary)}`),
+      h('div', { class: got.asking ? 'stale' : '', 'data-key': 'outcome' },
+        shownRows.length ? outlookTable(shownRows, 'Outlook') : rows.length ? null : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due in the next 24 hours.'),
+        rest.length ? fold('unchanged', `${f.plural(rest.length, 'task')} unchanged`, outlookTable(rest, 'Unchanged')) : null));
   }
 
-  const differs = ({ was, is, refused }) => Boolean(refused) || (was?.outcome ?? null) !== (is?.outcome ?? null);
+  const apart = (one, other) => (one ?? null) !== (other ?? null) && Math.abs((one ?? 0) - (other ?? 0)) > 60;
+  const differs = ({ was, is, refused }) => Boolean(refused) || (was?.outcome ?? null) !== (is?.outcome ?? null) || apart(was?.projected_at, is?.projected_at) || apart(was?.deadline_at, is?.deadline_at);
   /** What a row is about; a change of what is due later is not among what the scheduler tells of. */
   const itemOf = ({ key, was, is }) => is ?? was ?? liveItem(find(key));
   const liveItem = (job) => ({ task: `${job.identity.dag_id}.${job.identity.task_id}`, kind: 'live', deadline_at: job.deadline_at, projected_at: job.projected_finish_at, reason: '' });
@@ -150,14 +161,18 @@ export function open({ main, refresh }) {
     act(action, target) {
       const id = target.dataset.job;
       const put = (at) => {
-        if (at !== null && find(id)?.deadline_at !== null && Math.abs(at - find(id).deadline_at) < 30) wanted.deadlines.delete(id);
+        if (at !== null && find(id)?.deadline_at !== null && Math.abs(at - find(id).deadline_at) < 60) wanted.deadlines.delete(id);
         else wanted.deadlines.set(id, at);
       };
       if (action === 'shift') put((wanted.deadlines.get(id) ?? find(id).deadline_at ?? find(id).projected_finish_at ?? f.nowS()) + 60 * Number(target.value));
       else if (action === 'deadline') put(f.fromInput(target.value));
       else if (action === 'earliest') put(Number(target.value) + 60);
       else if (action === 'undo') wanted.deadlines.delete(id);
-      else if (action === 'more') wanted.extra += 1;
+      else if (action === 'filter') {
+        got.filter = target.value.toLowerCase().trim();
+        render();
+        return;
+      } else if (action === 'more') wanted.extra += 1;
       else if (action === 'fewer') wanted.extra = Math.max(0, wanted.extra - 1);
       else if (action === 'node') wanted.without[target.checked ? 'delete' : 'add'](target.value);
       else if (action === 'reset') {

@@ -1,0 +1,262 @@
+"""The page in a real Chromium with 500 jobs on 512 slots, with long names, and over a service that is slow or away."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from support.crowded_cluster import DAGS, ENDED, RUNNING, WAITING, CrowdedCluster
+from support.page_browser import IN_A_BROWSER, check_accessibility, shown, wait
+
+pytestmark = IN_A_BROWSER
+
+
+@pytest.fixture
+def cluster() -> CrowdedCluster:
+    return CrowdedCluster()
+
+
+@pytest.fixture
+def address(manager: Any, source: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the page is served, without the rest of Airflow's api-server."""
+    from fastapi import FastAPI
+
+    from elasticflow_airflow.ui import api_app
+
+    monkeypatch.setattr(api_app, "_known_dags", lambda: frozenset(DAGS))
+    monkeypatch.setattr(manager, "get_authorized_dag_ids", lambda **_: set(DAGS), raising=False)
+    outer = FastAPI()
+    outer.mount("/airflow/elasticflow", api_app.build_app(source))
+    server = uvicorn.Server(uvicorn.Config(outer, host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait("the page is served", lambda: server.started)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/airflow/elasticflow/"
+    server.should_exit = True
+    thread.join(20)
+
+
+@pytest.fixture
+def look(address: str, manager: Any, chromium: Any) -> Iterator[Callable[..., Any]]:
+    from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
+
+    opened: list[Any] = []
+
+    def open_page(path: str, *, width: int = 1440, scheme: str = "light", routes: Any = None) -> Any:
+        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        opened.append(context)
+        session = manager.generate_jwt(SimpleAuthManagerUser(username="admin", role="admin", teams=None))
+        context.add_cookies([{"name": "_token", "value": session, "url": address}])
+        page = context.new_page()
+        for pattern, answer in (routes or {}).items():
+            page.route(pattern, answer)
+        page.goto(address + path)
+        return page
+
+    yield open_page
+    for context in opened:
+        for page in context.pages:
+            page.unroute_all(behavior="ignoreErrors")
+        context.close()
+
+
+def overflow(page: Any) -> int:
+    return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "dark"), (820, "light"), (390, "light")])
+def test_a_large_cluster_fits_every_width(look: Any, width: int, scheme: str) -> None:
+    for path, words in {
+        "#/cluster": ["Needs attention", "Jobs on slots", "Last 7 days"],
+        "#/jobs": ["Running", "Admitted", "late"],
+        "#/what-if": ["Deadlines", "Capacity"],
+    }.items():
+        page = look(path, width=width, scheme=scheme)
+        text = shown(page).inner_text()
+        for word in words:
+            assert word in text, (path, word)
+        assert overflow(page) <= 0, path
+        if width == 820:
+            check_accessibility(page, f"{path} with 500 jobs")
+        page.context.close()
+
+
+def test_what_is_in_trouble_stands_on_top_with_what_can_be_done(look: Any, cluster: CrowdedCluster) -> None:
+    page = look("#/cluster")
+    card = shown(page).get_by_role("region", name="Needs attention")
+    card.wait_for()
+    first = card.get_by_role("listitem").first
+    assert "Late" in first.inner_text()
+    assert re.search(r"Is projected to finish \d+ min after its deadline\.", first.inner_text())
+    assert first.get_by_role("link", name="What if").get_attribute("href") == "#/what-if"
+    asked = len(cluster.asked)
+    first.get_by_role("button", name="Best effort").click()
+    page.get_by_role("dialog").get_by_role("button", name="Best effort").click()
+    wait("the service is asked", lambda: any(verb == "PATCH" for verb, _, _ in cluster.asked[asked:]))
+    (change,) = [told for verb, _, told in cluster.asked[asked:] if verb == "PATCH"]
+    assert change["best_effort"] is True
+    page.get_by_text("The job is best effort now.").first.wait_for()
+
+
+def test_a_rejected_job_says_which_deadline_could_be_kept(look: Any) -> None:
+    page = look("#/cluster")
+    card = shown(page).get_by_role("region", name="Needs attention")
+    card.locator("summary").click()
+    refused = card.get_by_role("listitem").filter(has_text="Rejected").first
+    assert "the earliest deadline that could be promised then was" in refused.inner_text()
+    assert refused.get_by_role("link", name="Open the task to rerun it").count() == 1
+
+
+@pytest.mark.parametrize("part", ["forecast*", "history*", "attention"])
+def test_no_part_of_the_cluster_waits_for_another(look: Any, part: str) -> None:
+    """Nor does the whole: the slots are drawn at once, whatever is slow."""
+    held: list[Any] = []
+    page = look("#/cluster", routes={f"**/api/{part}": lambda route: held.append(route)})
+    view = page.locator("main[aria-busy=false]")
+    view.wait_for()
+    page.locator(".gantt .slot").first.wait_for()
+    if part == "attention":
+        page.get_by_text("Next 24 hours").first.wait_for()
+    else:
+        page.get_by_text("Still loading").first.wait_for()
+    if part != "history*":
+        page.locator(".gantt a.bar").first.wait_for()
+        page.get_by_role("heading", name="Last 7 days", exact=True).wait_for()
+    for route in held:
+        route.continue_()
+
+
+def test_a_part_that_failed_is_asked_for_again_by_a_button(look: Any) -> None:
+    broken = {"now": True}
+
+    def answer(route: Any) -> None:
+        if broken["now"]:
+            route.fulfill(status=503, json={"message": "it has too much to do"})
+        else:
+            route.continue_()
+
+    page = look("#/cluster", routes={"**/api/history*": answer})
+    said = page.get_by_role("status").filter(has_text="Not loaded: it has too much to do").first
+    said.wait_for()
+    broken["now"] = False
+    said.get_by_role("button", name="Try again").click()
+    page.locator(".gantt a.bar").first.wait_for()
+
+
+def test_jobs_are_sorted_filtered_and_paged(look: Any) -> None:
+    page = look("#/jobs")
+    rows = shown(page).get_by_role("row")
+    assert rows.count() == 1 + RUNNING + WAITING
+    page.get_by_role("button", name="Slack").click()
+    slacks = page.locator("td[data-label=Slack]").all_inner_texts()
+    assert "late" in slacks[0]
+    page.get_by_role("button", name="Slack").click()
+    assert page.get_by_role("columnheader", name="Slack").get_attribute("aria-sort") == "descending"
+    assert "late" not in page.locator("td[data-label=Slack]").all_inner_texts()[0]
+    page.get_by_role("button", name="Ended", exact=False).click()
+    wait("a page of those that ended", lambda: rows.count() == 101)
+    page.get_by_role("button", name="Show 100 more").click()
+    wait("all that ended", lambda: rows.count() == 1 + ENDED)
+    assert page.get_by_role("button", name="Show 100 more").count() == 0
+    page.get_by_label("State", exact=True).select_option("rejected")
+    wait("those that were rejected", lambda: rows.count() == 1 + ENDED // 10)
+    page.get_by_label("State", exact=True).select_option("")
+    page.get_by_label("Filter jobs").fill("part_301")
+    wait("one job", lambda: rows.count() == 2)
+    assert overflow(page) <= 0
+
+
+def test_a_row_is_one_line_and_says_all_when_asked(look: Any) -> None:
+    page = look("#/jobs")
+    row = shown(page).get_by_role("row").nth(1)
+    box = row.bounding_box()
+    assert box is not None
+    assert box["height"] < 50
+    name = row.get_by_role("link")
+    assert "…" in name.inner_text()
+    whole = name.get_attribute("aria-label")
+    assert whole.partition(" · ")[0] in DAGS
+    name.hover()
+    assert whole in page.locator("#tip").inner_text()
+
+
+def test_nodes_are_folded_to_fit_a_screen_and_unfolded_on_demand(look: Any) -> None:
+    page = look("#/cluster")
+    picture = shown(page).locator(".gantt")
+    page.locator(".gantt a.bar").first.wait_for()
+    folded = picture.bounding_box()
+    assert folded is not None
+    assert folded["height"] < 900
+    node = page.get_by_role("button", name="gpu-02: its slots one by one")
+    assert node.get_attribute("aria-expanded") == "false"
+    node.focus()
+    page.keyboard.press("Enter")
+    wait("it is unfolded", lambda: node.get_attribute("aria-expanded") == "true")
+    unfolded = picture.bounding_box()
+    assert unfolded is not None
+    assert 100 < unfolded["height"] - folded["height"] < 250
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.dataset.node") == "gpu-03"
+
+
+def test_the_time_is_zoomed_and_moved_by_wheel_drag_keys_and_buttons(look: Any, cluster: CrowdedCluster) -> None:
+    asked: list[tuple[float, float]] = []
+
+    def note(route: Any) -> None:
+        found = re.search(r"from_at=([\d.]+)&until_at=([\d.]+)&parts=120", route.request.url)
+        if found:
+            asked.append((float(found[1]), float(found[2])))
+        route.continue_()
+
+    page = look("#/cluster", routes={"**/api/history*": note})
+    shown(page)
+    page.get_by_role("button", name="6 hours").click()
+    wait("six hours", lambda: asked and asked[-1][1] - asked[-1][0] == pytest.approx(9 * 3600))
+
+    def check(what: str, act: Callable[[], Any], span_h: float, moved: int) -> None:
+        """The next question is about so many hours, that begin later (1), at the same time (0) or earlier (-1)."""
+        before = asked[-1]
+        act()
+
+        def done() -> bool:
+            page.wait_for_timeout(50)  # Playwright tells of requests only meanwhile.
+            begin, end = asked[-1]
+            shift = begin - before[0]
+            way = 0 if abs(shift) < 600 else 1 if shift > 0 else -1
+            return asked[-1] != before and abs((end - begin) / 3600 - span_h) < 0.1 and way == moved
+
+        wait(what, done, 30)
+
+    def button(name: str) -> Callable[[], Any]:
+        return page.get_by_role("button", name=name).click
+
+    def drag() -> None:
+        page.mouse.move(x, y)
+        page.mouse.down()
+        page.mouse.move(x - 200, y, steps=4)
+        page.mouse.up()
+
+    def wheel() -> None:
+        page.keyboard.down("Control")
+        page.mouse.move(box["x"] + 118, y)
+        page.mouse.wheel(0, -462)  # half as much, from the left end
+        page.keyboard.up("Control")
+
+    check("half as much", button("Zoom in"), 4.5, 1)
+    check("earlier", button("Earlier"), 4.5, -1)
+    picture = page.locator(".gantt")
+    picture.scroll_into_view_if_needed()
+    box = picture.bounding_box()
+    assert box is not None
+    x, y = box["x"] + 800, box["y"] + 200
+    check("dragged to later", drag, 4.5, 1)
+    assert page.url.endswith("#/cluster"), "no job was opened by the drag"
+    page.locator(".gantt .fold-node").first.focus()
+    check("twice as much", lambda: page.keyboard.press("-"), 9.0, -1)
+    check("later", lambda: page.keyboard.press("Shift+ArrowRight"), 9.0, 1)
+    check("closer", wheel, 4.5, 0)
+    check("back to now", button("24 hours"), 36.0, -1)
