@@ -35,6 +35,15 @@ def local_moment(at_s: float | None) -> str:
     return "-" if at_s is None else f"{utc(at_s + _HALF_S).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
+def short_moment(at_s: float | None, now: float) -> str:
+    """Format UTC seconds in this machine's zone: the time today, with the weekday within six days, else the date."""
+    if at_s is None:
+        return "-"
+    at, today = utc(at_s + _HALF_S).astimezone(), utc(now).astimezone().date()
+    days = (at.date() - today).days
+    return f"{at:%H:%M}" if days == 0 else f"{at:%a %H:%M}" if abs(days) < 7 else f"{at:%Y-%m-%d}"
+
+
 def duration(seconds: float) -> str:
     """Format a duration by its two largest units; below ten seconds with tenths of a second."""
     if not math.isfinite(seconds):

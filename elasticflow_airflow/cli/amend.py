@@ -9,7 +9,7 @@ import typer
 
 from elasticflow_airflow.api import AmendRequest
 from elasticflow_airflow.api.training_options import MOMENT_FORMS
-from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail
+from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail, whole_id
 from elasticflow_airflow.cli.terminal.lines import say
 from elasticflow_airflow.cli.terminal.moments import moment_of
 from elasticflow_airflow.cli.unowned import SILENT, cancel_unowned, confirm_cancelling, say_cancelled
@@ -34,6 +34,7 @@ def amend(
         raise typer.BadParameter("--deadline beside --best-effort: give one of the two")
     wanted_at = None if deadline is None else moment_of(deadline, time.time())
     with client(url, state_dir) as service:
+        job_id = whole_id(service, job_id)
         job = service.status(job_id)
         if job.state.terminal:
             fail(f"job {job_id} is {job.state}: there is nothing left to change")
@@ -66,6 +67,7 @@ def cancel(
         return
     check_name(job_id)
     with client(url, state_dir) as service:
+        job_id = whole_id(service, job_id)
         job = service.status(job_id)
         if job.state.terminal:
             say(f"{job_id} is {job.state} already")

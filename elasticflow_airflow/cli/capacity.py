@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from rich.text import Text
 
-from elasticflow_airflow.cli.connection import StateDir, Url, client
+from elasticflow_airflow.cli.connection import AsJson, StateDir, Url, client
 from elasticflow_airflow.cli.forecast import Hours
-from elasticflow_airflow.cli.terminal.lines import say
+from elasticflow_airflow.cli.terminal.lines import print_json, say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.times import local_moment
 
@@ -25,13 +24,13 @@ def capacity(
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     hours: float = Hours,
-    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of text."),
+    as_json: bool = AsJson,
 ) -> None:
     """Show which nodes no job needs in the next hours, or how many more are needed, and by which jobs."""
     with client(url, state_dir) as service:
         answer = service.capacity(hours)
     if as_json:
-        typer.echo(answer.model_dump_json(indent=2))
+        print_json(answer)
         return
     if answer.releasable:
         print_table(_NODES, [_node_row(node) for node in answer.releasable])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +25,7 @@ from elasticflow_airflow.client.embedded import embedded_endpoint, for_looking
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+_WHOLE_ID = re.compile(r"-[0-9a-f]{16}$")
 REFUSED, BAD_INPUT = 1, 2
 """Exit statuses: the service refused or was unavailable; the input is invalid."""
 URL_ENV = "ELASTICFLOW_URL"
@@ -40,7 +42,8 @@ Url = typer.Option(
 StateDir = typer.Option(
     None, "--state-dir", envvar="ELASTICFLOW_STATE_DIR", help="State directory of the embedded service."
 )
-JobId = typer.Argument(..., help="Id of the job, as `jobs` lists it.")
+JobId = typer.Argument(..., help="Id of the job, as `jobs` lists it, or a part that only one job has.")
+AsJson = typer.Option(False, "--json", help="Print JSON instead of text.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +153,20 @@ def _wrong(found: ErrorDetails) -> str:
     value = found["input"]
     given = f"={value!r}" if isinstance(value, str | int | float) else ""
     return f"--{option}{given}: {found['msg']}"
+
+
+def whole_id(service: ElasticFlowClient, given: str) -> str:
+    """Return the id of the one job whose id contains ``given``. Ends the command if there are several.
+
+    Returns ``given`` itself if it is a whole id, or if no job is found: then the service says so.
+    """
+    if _WHOLE_ID.search(given):
+        return given
+    found = [job.job_id for job in service.list_jobs(text=given, limit=100) if given in job.job_id]
+    if len(found) > 1:
+        some = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+        fail(f"{given!r} is in the ids of {len(found)} jobs: {some}. Give more of it", BAD_INPUT)
+    return found[0] if found else given
 
 
 def check_name(name: str, what: str = "id of the job") -> None:

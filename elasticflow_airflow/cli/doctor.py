@@ -18,7 +18,7 @@ from rich.text import Text
 from elasticflow_airflow import __version__
 from elasticflow_airflow.api import API_VERSION, ServiceCard
 from elasticflow_airflow.api.diagnosis import Diagnosis, Finding, ok, plural, problem, warning
-from elasticflow_airflow.cli.connection import StateDir, Url, chosen, locate
+from elasticflow_airflow.cli.connection import AsJson, StateDir, Url, chosen, locate
 from elasticflow_airflow.client import (
     ElasticFlowClient,
     ElasticFlowError,
@@ -40,7 +40,7 @@ _EMBEDDED = "service.sock"
 def doctor(
     url: str | None = Url,
     state_dir: Path | None = StateDir,
-    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of text."),
+    as_json: bool = AsJson,
 ) -> None:
     """Look for problems: connection, versions, slots, torch, disk, clock, name service, memory; say what to do.
 

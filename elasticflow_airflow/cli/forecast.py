@@ -8,8 +8,8 @@ import typer
 from rich.text import Text
 
 from elasticflow_airflow.api import ForecastAnswer, ForecastItem
-from elasticflow_airflow.cli.connection import BAD_INPUT, StateDir, Url, client
-from elasticflow_airflow.cli.terminal.lines import say
+from elasticflow_airflow.cli.connection import BAD_INPUT, AsJson, StateDir, Url, client
+from elasticflow_airflow.cli.terminal.lines import print_json, say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.times import local_moment
 
@@ -34,6 +34,7 @@ def forecast(
     hours: float = Hours,
     fail_on_miss: bool = FailOnMiss,
     check: bool = Check,
+    as_json: bool = AsJson,
 ) -> None:
     """Say which deadlines of the next hours will be kept, and what is missing for the others.
 
@@ -41,8 +42,11 @@ def forecast(
     """
     with client(url, state_dir, refused=BAD_INPUT) as service:
         answer = service.forecast(hours)
-    print_outlook(answer)
-    say(answer.summary)
+    if as_json:
+        print_json(answer)
+    else:
+        print_outlook(answer)
+        say(answer.summary)
     if answer.not_kept and (fail_on_miss or check):
         raise typer.Exit(MISSED if fail_on_miss else NOT_KEPT)
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from elasticflow_airflow.api import JobStatus
-from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client
+from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, whole_id
 from elasticflow_airflow.client import ElasticFlowClient, JobNotFound
 
 _POLL_S = 1.0
@@ -32,6 +32,7 @@ def logs(
     """Print the output of a worker."""
     check_name(job_id)
     with client(url, state_dir, retry_for_s=_AWAY_S if follow else 0.0) as service:
+        job_id = whole_id(service, job_id)
         written = False
         for piece in read(service, job_id, worker, follow=follow):
             if piece.note:

@@ -10,17 +10,17 @@ import typer
 from rich.console import Console
 
 from elasticflow_airflow import __version__
-from elasticflow_airflow.api import State
-from elasticflow_airflow.cli import amend, capacity, doctor, forecast, logs, node, reproduce, submit
-from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client
+from elasticflow_airflow.api import Event, JobStatus, State, Wire
+from elasticflow_airflow.cli import amend, capacity, doctor, forecast, logs, node, reproduce, status, submit
+from elasticflow_airflow.cli.connection import AsJson, JobId, StateDir, Url, check_name, client, whole_id
 from elasticflow_airflow.cli.simulator import simulate, synthesize
+from elasticflow_airflow.cli.terminal.lines import print_json
 from elasticflow_airflow.cli.unowned import SILENT
 
 app = typer.Typer(
     name="elasticflow",
     help="Training jobs with deadlines: serve them, and see what the scheduler does and why.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 _POLL_S = 1.0
@@ -33,10 +33,18 @@ app.command()(capacity.capacity)
 app.command()(submit.submit)
 app.command()(logs.logs)
 app.command()(reproduce.reproduce)
+app.command()(status.status)
 app.command()(amend.amend)
 app.command()(amend.cancel)
 app.command()(doctor.doctor)
 app.command()(node.node)
+
+
+class JobWithEvents(Wire):
+    """What ``elasticflow show --json`` prints."""
+
+    job: JobStatus
+    events: list[Event]
 
 
 def _print(*lines: object) -> None:
@@ -46,10 +54,23 @@ def _print(*lines: object) -> None:
         console.print(line, markup=not isinstance(line, str))
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        _print(f"elasticflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
-    _print(f"elasticflow {__version__}")
+    _print_version(True)
 
 
 @app.command()
@@ -77,12 +98,16 @@ def serve(
 
 
 @app.command()
-def health(url: str | None = Url, state_dir: Path | None = StateDir) -> None:
+def health(url: str | None = Url, state_dir: Path | None = StateDir, as_json: bool = AsJson) -> None:
     """Show the health of the service, and which job holds which slot."""
     from elasticflow_airflow.cli.terminal.display import health_lines
 
     with client(url, state_dir) as service:
-        _print(*health_lines(service.health()))
+        found = service.health()
+    if as_json:
+        print_json(found)
+    else:
+        _print(*health_lines(found))
 
 
 @app.command()
@@ -98,6 +123,7 @@ def jobs(
         False, "--unowned", help="Only live jobs whose Airflow task is gone, or that nobody polls; since when, and why."
     ),
     silent_s: float = typer.Option(60.0, "--silent", min=1, help=SILENT),
+    as_json: bool = AsJson,
 ) -> None:
     """List jobs: state, progress, projected finish against the deadline."""
     from elasticflow_airflow.cli.terminal.display import print_jobs
@@ -110,13 +136,17 @@ def jobs(
                 for one in service.unowned_jobs(silent_s)
                 if state in (None, one.job.state) and dag_id in (None, one.job.identity.dag_id)
             ][:limit]
-            if wanted:
+            if as_json:
+                print_json(wanted)
+            elif wanted:
                 print_unowned(wanted)
             else:
                 _print("no such jobs")
             return
         found = service.list_jobs(state=state, dag_id=dag_id, live=live or None, limit=limit, cursor=cursor)
-    if found:
+    if as_json:
+        print_json(found)
+    elif found:
         print_jobs(found)
         if len(found) == limit:
             _print(f"the next page: the same with --cursor {found[-1].cursor}")
@@ -125,14 +155,18 @@ def jobs(
 
 
 @app.command()
-def show(job_id: str = JobId, url: str | None = Url, state_dir: Path | None = StateDir) -> None:
+def show(job_id: str = JobId, url: str | None = Url, state_dir: Path | None = StateDir, as_json: bool = AsJson) -> None:
     """Show one job and its events: what was decided, and why."""
     from elasticflow_airflow.cli.terminal.display import event_line, job_lines
 
     check_name(job_id)
-
     with client(url, state_dir) as service:
-        _print(*job_lines(service.status(job_id)), *(event_line(event) for event in service.events(job_id)))
+        job_id = whole_id(service, job_id)
+        found = JobWithEvents(job=service.status(job_id), events=service.events(job_id))
+    if as_json:
+        print_json(found)
+    else:
+        _print(*job_lines(found.job), *map(event_line, found.events))
 
 
 @app.command()
@@ -141,19 +175,23 @@ def events(
     url: str | None = Url,
     state_dir: Path | None = StateDir,
     follow: bool = typer.Option(False, "--follow", "-f", help="Follow until the job has ended."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON, one event per line, instead of text."),
 ) -> None:
     """Print the events of a job."""
     from elasticflow_airflow.cli.terminal.display import event_line
 
     check_name(job_id)
-
     with client(url, state_dir) as service:
+        job_id = whole_id(service, job_id)
         after = 0
         while True:
             ended = service.status(job_id).state.terminal
             for event in service.events(job_id, after=after):
                 after = event.event_id
-                _print(event_line(event))
+                if as_json:
+                    typer.echo(event.model_dump_json())
+                else:
+                    _print(event_line(event))
             if ended or not follow:
                 return
             time.sleep(_POLL_S)

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from elasticflow_airflow.api.insight import REDACTED, JobStory, TrainedWith
-from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail
+from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail, whole_id
 from elasticflow_airflow.cli.terminal.lines import note
 from elasticflow_airflow.runtime.context import CHECKPOINT_DIR_ENV
 from elasticflow_airflow.runtime.protocol import SUBMITTED_ENV
@@ -34,6 +34,7 @@ def reproduce(
     """
     check_name(job_id)
     with client(url, state_dir) as service:
+        job_id = whole_id(service, job_id)
         story = service.story(job_id, incarnation)
     trained = story.trained_with
     if trained is None and story.status.state.terminal:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from elasticflow_airflow.airflow_cli.forecast import forecast
+from elasticflow_airflow.airflow_cli.forecast import ForecastByConnection, forecast
 from elasticflow_airflow.client import ElasticFlowClient
 
 DAG_FILE = """
@@ -41,7 +41,7 @@ def ask(tmp_path, embedded_service, monkeypatch, capsys):
             path = tmp_path / f"dag{next(numbers)}.py"
             path.write_text(text)
             files.append(str(path))
-        given = {"fail_on_miss": True, "only_new": False, "check": False, "conn_id": None, **options}
+        given = {"fail_on_miss": True, "only_new": False, "check": False, "as_json": False, "conn_id": None, **options}
         status = 0
         try:
             forecast(dag_files=files, hours=hours, **given)
@@ -61,6 +61,15 @@ def test_runs_that_will_make_it(ask):
     assert status == 0, said
     assert said.count("kept, planned, due") == 2
     assert "all 2 will be kept" in said
+
+
+def test_as_json_it_is_one_object_with_the_forecast_of_each_connection(ask):
+    status, said = ask(dag(), as_json=True)
+    assert status == 0, said
+    told = ForecastByConnection.model_validate_json(said[said.index("{\n") :])
+    assert list(told.forecasts) == ["elasticflow_default"]
+    assert told.forecasts["elasticflow_default"].kept == 2
+    assert (told.unknown, told.best_effort) == ([], [])
 
 
 def test_a_miss_ends_with_status_1_and_says_what_would_do(ask):

@@ -73,8 +73,23 @@ def test_an_avoided_slot_says_until_when():
         slots=[SlotStatus(node_id="n", index=0), SlotStatus(node_id="n", index=1, avoided_until=700.0)],
     )
     assert health_lines(health)[2:] == [
-        "  n:0  free",
-        f"  n:1  free; avoided until {local_moment(700.0)}: a worker was slow",
+        "  n  0 of 2 slots in use",
+        f"    n:1 avoided until {local_moment(700.0)}: a worker was slow",
+    ]
+
+
+def test_a_node_is_one_line_with_the_holders_of_its_slots():
+    slots = [
+        *(SlotStatus(node_id="a", index=index, job_id="daily-train-1") for index in range(3)),
+        SlotStatus(node_id="a", index=3, busy="another service"),
+        SlotStatus(node_id="b", index=0, draining_until=700.0),
+    ]
+    health = Health(
+        status="ok", version="1", engine="fake", pid=1, started_at=0.0, state_dir="s", live_jobs=1, slots=slots
+    )
+    assert health_lines(health)[2:] == [
+        "  a  4 of 4 slots in use: daily-train-1 (3), busy: another service (1)",
+        f"  b  0 of 1 slots in use; the node goes away at {local_moment(700.0)}",
     ]
 
 

@@ -107,7 +107,7 @@ def test_a_rejected_job_says_which_deadline_could_be_kept(look: Any) -> None:
     card = shown(page).get_by_role("region", name="Needs attention")
     card.locator("summary").click()
     refused = card.get_by_role("listitem").filter(has_text="Rejected").first
-    assert "the earliest deadline that could be promised then was" in refused.inner_text()
+    assert "earliest feasible deadline: " in refused.inner_text()
     assert refused.get_by_role("link", name="Open the task to rerun it").count() == 1
 
 

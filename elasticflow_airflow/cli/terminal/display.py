@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from itertools import groupby
 
+from rich.console import Console
 from rich.text import Text
 
-from elasticflow_airflow.api import Event, Health, JobStatus, LeaderStatus, ReplicaStatus
+from elasticflow_airflow.api import Event, Health, JobStatus, LeaderStatus, ReplicaStatus, SlotStatus, State
+from elasticflow_airflow.cli.terminal.lines import say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
-from elasticflow_airflow.times import duration, local_moment
+from elasticflow_airflow.times import duration, local_moment, short_moment
 
 _JOBS = (
     Column("job", key=True),
@@ -18,28 +25,104 @@ _JOBS = (
     Column("projected"),
     Column("slack", number=True),
 )
+_JOBS_ON_A_TERMINAL = (
+    Column("job", key=True),
+    Column("task"),
+    Column("state"),
+    Column("done", number=True),
+    Column("deadline"),
+    Column("slack", number=True),
+    Column("workers", number=True),
+    Column("finish"),
+)
+_HASH, _SHORTEST_ID = 16, 6
+_WIDE = 110
+_WITHOUT_ROOM = 2
+"""So many of the last columns are left out on a terminal that is not wide."""
+_TASK_CHARACTERS, _TASK_CHARACTERS_NARROW = 40, 24
 _CHANGES = {"start": "as the first", "hand-over": "by a hand-over", "fail-over": "by a fail-over"}
 _STYLES = {"succeeded": "green", "failed": "red", "rejected": "red", "cancelled": "yellow", "running": "cyan"}
 
 
 def print_jobs(jobs: Sequence[JobStatus]) -> None:
-    """Print a table with one row per job."""
-    print_table(_JOBS, [_job_row(job) for job in jobs])
+    """Print a table with one row per job: on a terminal with short ids and times, else with whole ones."""
+    if not sys.stdout.isatty():
+        print_table(_JOBS, [_job_row(job) for job in jobs])
+        return
+    now = time.time()
+    ids = [job.job_id for job in jobs]
+    shown = len(_JOBS_ON_A_TERMINAL) - (0 if _is_wide() else _WITHOUT_ROOM)
+    print_table(_JOBS_ON_A_TERMINAL[:shown], [_short_row(job, ids, now)[:shown] for job in jobs])
+    say(f"times in {datetime.now().astimezone():%Z}")
+
+
+def short_id(job_id: str, others: Collection[str]) -> str:
+    """Return the end of an id that no other job in the list has; every command accepts it. Whole if not a terminal."""
+    if not sys.stdout.isatty():
+        return job_id
+    length = _SHORTEST_ID
+    while length < _HASH and sum(other.endswith(job_id[-length:]) for other in others) > 1:
+        length += 1
+    return job_id[-length:]
+
+
+def task_of(job: JobStatus) -> str:
+    """Return the job's task as dag.task[index], its middle left out on a terminal if it is long."""
+    identity = job.identity
+    name = f"{identity.dag_id}.{identity.task_id}" + (f"[{identity.map_index}]" if identity.map_index >= 0 else "")
+    most = _TASK_CHARACTERS if _is_wide() else _TASK_CHARACTERS_NARROW
+    if len(name) <= most or not sys.stdout.isatty():
+        return name
+    end = (most - 1) // 2
+    return f"{name[: most - 1 - end]}…{name[-end:]}"
+
+
+def _is_wide() -> bool:
+    return Console().width >= _WIDE
+
+
+def _short_row(job: JobStatus, ids: Collection[str], now: float) -> tuple[str | Text, ...]:
+    done = "-" if not job.total_steps else f"{min(1.0, job.step / job.total_steps):.0%}"
+    finish = job.result.finished_at if job.result else job.projected_finish_at
+    return (
+        short_id(job.job_id, ids),
+        task_of(job),
+        _state(job),
+        done,
+        "best effort" if job.best_effort else short_moment(job.deadline_at, now),
+        _slack(job),
+        str(job.workers) if not job.state.terminal else "-",
+        short_moment(finish, now),
+    )
+
+
+def _state(job: JobStatus) -> Text:
+    late = job.slack_s is not None and job.slack_s < 0 and not job.state.terminal
+    trouble = ", late" if late else ", at risk" if job.at_risk and not job.state.terminal else ""
+    style = "red" if trouble else _STYLES.get(str(job.state), "default")
+    return Text(f"{job.state}{trouble}", style=style)
+
+
+def _slack(job: JobStatus) -> str:
+    """Return the slack of a job that has one: one that failed, was rejected or cancelled has none."""
+    if job.state.terminal and job.state is not State.SUCCEEDED:
+        return "-"
+    slack_s = job.result.slack_s if job.result and job.result.slack_s is not None else job.slack_s
+    return "-" if slack_s is None else duration(slack_s)
 
 
 def _job_row(job: JobStatus) -> tuple[str | Text, ...]:
     total = "" if job.total_steps is None else f"/{job.total_steps}"
-    state = f"{job.state}, at risk" if job.at_risk else str(job.state)
     return (
         job.job_id,
-        Text(state, style=_STYLES.get(str(job.state), "default")),
+        _state(job),
         str(job.workers),
         f"{job.step}{total}",
         _number(job.steps_per_s),
         _number(job.loss),
         "best effort" if job.best_effort else local_moment(job.deadline_at),
         local_moment(job.result.finished_at if job.result else job.projected_finish_at),
-        "-" if job.slack_s is None else duration(job.slack_s),
+        _slack(job),
     )
 
 
@@ -96,28 +179,42 @@ def event_line(event: Event) -> str:
 
 
 def health_lines(health: Health) -> list[str]:
-    """Return lines on the health of the service and the holder of each slot."""
+    """Return lines on the health of the service, and on each node with the holders of its slots."""
     lines = [
         (
             f"{health.status}: elasticflow {health.version}, engine {health.engine}, process {health.pid}, "
             f"since {local_moment(health.started_at)}, {health.live_jobs} live jobs"
         ),
         f"state directory {health.state_dir}",
-        *([] if health.leadership is None else _leadership_lines(health.role, health.leadership)),
+        *([] if health.leadership is None else leadership_lines(health.role, health.leadership)),
         *(f"problem: {problem}" for problem in health.problems),
     ]
-    for slot in health.slots:
-        holder = slot.job_id or (f"busy: {slot.busy}" if slot.busy else "free")
-        leaves = "" if slot.draining_until is None else f"; the node goes away at {local_moment(slot.draining_until)}"
-        avoided = ""
-        if slot.avoided_until is not None:
-            why = "a device failed" if slot.avoided_for == "device" else "a worker was slow"
-            avoided = f"; avoided until {local_moment(slot.avoided_until)}: {why}"
-        lines.append(f"  {slot.node_id}:{slot.index}  {holder}{leaves}{avoided}")
+    lines += [
+        line for _, slots in groupby(health.slots, lambda slot: slot.node_id) for line in _node_lines(list(slots))
+    ]
     return lines
 
 
-def _leadership_lines(role: str | None, leadership: LeaderStatus) -> list[str]:
+def _node_lines(slots: Sequence[SlotStatus]) -> list[str]:
+    """Return one line for a node with the holders of its slots, and one for each slot that is avoided."""
+    node = slots[0].node_id
+    holders = Counter(slot.job_id or f"busy: {slot.busy}" for slot in slots if slot.job_id or slot.busy)
+    held = sum(holders.values())
+    ids = [slot.job_id for slot in slots if slot.job_id]
+    named = ", ".join(
+        f"{short_id(holder, ids) if holder in ids else holder} ({count})" for holder, count in holders.items()
+    )
+    until = [slot.draining_until for slot in slots if slot.draining_until is not None]
+    leaves = f"; the node goes away at {local_moment(min(until))}" if until else ""
+    lines = [f"  {node}  {held} of {len(slots)} slots in use{': ' if named else ''}{named}{leaves}"]
+    for slot in slots:
+        if slot.avoided_until is not None:
+            why = "a device failed" if slot.avoided_for == "device" else "a worker was slow"
+            lines.append(f"    {slot.node_id}:{slot.index} avoided until {local_moment(slot.avoided_until)}: {why}")
+    return lines
+
+
+def leadership_lines(role: str | None, leadership: LeaderStatus) -> list[str]:
     """Return which part the service has that answered, who decides, and one line for each replica."""
     leader = f"the leader of epoch {leadership.epoch}"
     since = f"since {local_moment(leadership.elected_at)}, {_CHANGES.get(leadership.change or '', leadership.change)}"

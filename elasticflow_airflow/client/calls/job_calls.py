@@ -155,7 +155,7 @@ class JobCalls:
     ) -> Call[list[JobStatus]]:
         """List jobs that match all filters, newest first: at most ``limit`` (default 100, maximum 1,000).
 
-        Each word of ``text`` must occur in the job's DAG, task, run or state; an older service ignores it.
+        Each word of ``text`` must occur in the job's id, DAG, task, run or state; an older service ignores it.
         The page starts after ``cursor``, the ``cursor`` of the previous page's last job.
         """
         wanted: dict[str, Param | None] = {

@@ -159,7 +159,7 @@ class JobService:
     ) -> list[JobStatus]:
         """List jobs, newest first. ``identity`` filters by any of namespace, run_id, task_id and map_index.
 
-        Each word of ``text`` must occur in the job's DAG, task, run or state, in any case.
+        Each word of ``text`` must occur in the job's id, DAG, task, run or state, in any case.
         ``after`` is the position of a job, (submitted at in UTC seconds, id): only jobs that come after it are listed.
         """
         with self.store.read() as reader:

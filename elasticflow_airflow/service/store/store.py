@@ -295,9 +295,9 @@ class Reader:
         """List jobs with their current incarnations, newest first; ``dag_id`` names one DAG or several.
 
         ``shown_only`` loads only the columns of the incarnations that a status shows. ``identity`` filters by any of
-        namespace, run_id, task_id and map_index. Each word of ``text`` must occur in the job's DAG, task, run or state.
-        ``after`` is the position of a job, (submitted at in UTC seconds, id): only jobs that come after it in this
-        order are listed.
+        namespace, run_id, task_id and map_index. Each word of ``text`` must occur in the job's id, DAG, task, run or
+        state. ``after`` is the position of a job, (submitted at in UTC seconds, id): only jobs that come after it in
+        this order are listed.
         """
         query = (
             sa.select(JobRow, IncarnationRow)
@@ -314,7 +314,11 @@ class Reader:
         if state is not None:
             query = query.where(IncarnationRow.state == state)
         for word in (text or "").split():
-            places = (JobRow.dag_id, *(JobRow.identity[part].as_string() for part in ("task_id", "run_id")))
+            places = (
+                JobRow.job_id,
+                JobRow.dag_id,
+                *(JobRow.identity[part].as_string() for part in ("task_id", "run_id")),
+            )
             found = (place.icontains(word, autoescape=True) for place in (*places, IncarnationRow.state))
             query = query.where(sa.or_(*found))
         dag_ids = [dag_id] if isinstance(dag_id, str) else dag_id

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from elasticflow_airflow.api import LogPiece, State, Verdict
+from elasticflow_airflow.api import Event, ForecastAnswer, Health, JobStatus, LogPiece, State, Verdict
 from elasticflow_airflow.cli import submit as submitting
 from elasticflow_airflow.cli.connection import client
 from elasticflow_airflow.cli.logs import read
 from elasticflow_airflow.cli.main import app
+from elasticflow_airflow.cli.status import Status
 from elasticflow_airflow.cli.terminal.moments import moment_of
 from elasticflow_airflow.client import JobNotFound
 from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV
@@ -435,6 +436,59 @@ def test_no_moment(text):
 
     with pytest.raises(typer.BadParameter, match="--deadline"):
         moment_of(text, 1_800_000_000.0)
+
+
+def test_what_is_read_is_printed_as_json_too(command, script):
+    done = command("submit", script, "--steps", 10**6, "--batch", 8, "--best-effort", "--run", "json")
+    job_id = job_of(done.output)
+
+    def read(*words):
+        done = command(*words, "--json")
+        assert done.exit_code in (0, 1), done.output
+        return json.loads(done.stdout)
+
+    assert Health.model_validate(read("health")).engine == "fake"
+    assert job_id in [JobStatus.model_validate(one).job_id for one in read("jobs")]
+    assert read("jobs", "--dag", "nobody's") == []
+    shown = read("show", job_id)
+    assert shown["job"]["job_id"] == job_id
+    assert Event.model_validate(shown["events"][0]).kind == "submitted"
+    lines = command("events", job_id, "--json").stdout.splitlines()
+    assert json.loads(lines[0])["kind"] == "submitted"
+    assert ForecastAnswer.model_validate(read("forecast")).items is not None
+    assert isinstance(read("jobs", "--unowned"), list)
+    told = Status.model_validate(read("status"))
+    assert told.running + told.waiting >= 1
+    assert command("cancel", job_id, "--yes").exit_code == 0
+
+
+def test_a_part_of_an_id_that_one_job_has_is_enough(command, script):
+    done = [command("submit", script, "--steps", 10**6, "--batch", 8, "--best-effort", "--run", n) for n in "ab"]
+    first, second = (job_of(one.output) for one in done)
+    short = next(first[-n:] for n in range(4, 17) if first[-n:] not in second)
+    for words in (("show", short), ("events", short), ("amend", short, "--value", 2)):
+        told = command(*words)
+        assert told.exit_code == 0, told.output
+    assert first in command("show", short).output
+    both = command("show", first[:-17])
+    assert both.exit_code == 2
+    assert "is in the ids of" in both.output
+    assert command("show", "ffffffffffff").exit_code == 1
+    for job_id in (first, second):
+        command("cancel", job_id, "--yes")
+
+
+def test_status_says_what_needs_attention_and_ends_with_1(command, script):
+    done = command("submit", script, "--steps", 10**9, "--batch", 8, "--deadline", "+2m", "--run", "hopeless")
+    assert "rejected" in done.output
+    told = command("status")
+    assert told.exit_code == 1, told.output
+    assert told.output.startswith("needs attention: elasticflow ")
+    assert "was rejected: " in told.output
+
+
+def test_the_version_is_an_option_too(command):
+    assert command("--version").output == command("version").output
 
 
 def test_what_nobody_wants_is_listed_and_cancelled_after_a_question(command, script, shared_daemons):

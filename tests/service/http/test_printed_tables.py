@@ -80,10 +80,20 @@ def test_in_a_pipe_a_forecast_names_whole_tasks(job_ids, environment, more):
 
 
 def test_on_a_narrow_terminal_ids_can_be_copied(job_ids, environment):
-    shown = on_terminal([ELASTICFLOW, "jobs"], environment, columns=80)
-    assert {job_id for job_id in job_ids if job_id in shown.split()} == set(job_ids)
-    assert "…" not in shown
-    assert max(len(line) for line in shown.splitlines()) <= 80
+    lines = on_terminal([ELASTICFLOW, "jobs"], environment, columns=80).splitlines()
+    assert max(len(line) for line in lines) <= 80
+    short = {line.split()[0] for line in lines if line and not line[0].isspace()} - {"job", "times"}
+    assert len(short) == len(job_ids)
+    for one in short:
+        (job_id,) = [whole for whole in job_ids if whole.endswith(one)]
+        assert job_id in on_terminal([ELASTICFLOW, "show", one], environment, columns=200)
+
+
+def test_the_state_of_all_fits_a_narrow_terminal(job_ids, environment):
+    shown = on_terminal([ELASTICFLOW, "status"], environment, columns=80)
+    assert shown.startswith("all is well: elasticflow ")
+    assert "2 running" in shown
+    assert len(shown.splitlines()) < 24
 
 
 def on_terminal(command, environment, *, columns: int) -> str:

@@ -369,6 +369,7 @@ def test_jobs_are_listed_newest_first_and_by_what_was_asked(store):
     assert ids(text="daily running") == ["b-1"]
     assert ids(text="dai%y") == [], "a word is no pattern"
     assert ids(text="train", limit=1) == ["c-1"]
+    assert ids(text="B-") == ["b-1"]
     with store.read() as reader:
         assert [row.job_id for _, row in reader.undrained()] == ["b-1", "c-1"]
         assert reader.live_count() == 2

@@ -97,8 +97,8 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     ) -> Response:
         """List jobs, newest first: the newest of those that all of this is true of.
 
-        dag_id may be given several times: for jobs of any of these DAGs. Each word of text must occur in the DAG, task,
-        run or state of a job. A page has at most 1,000 jobs, by default 100, which is the size to ask for where
+        dag_id may be given several times: for jobs of any of these DAGs. Each word of text must occur in the id, DAG,
+        task, run or state of a job. A page has at most 1,000 jobs, by default 100, which is the size to ask for where
         somebody waits: the time goes with it. With as many jobs as the limit, the answer's header Link names the next
         page.
         """

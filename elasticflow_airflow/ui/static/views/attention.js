@@ -36,11 +36,11 @@ function item({ trouble, job, sentence }, mayEdit) {
     h('div', { class: 'buttons' }, actions(trouble, job, mayEdit)));
 }
 
-/** The rest of the sentence, in the job's own words. */
+/** The rest of the sentence: the first clause of the job's own reason; its page has all of it. */
 function because(trouble, job) {
   const why = { rejected: job.verdict.reason, failed: job.failure || job.state_reason, set_aside: job.set_aside }[trouble];
   const earliest = trouble === 'rejected' ? job.verdict.earliest_deadline_at : null;
-  return [why ? `: ${why.split('\n', 1)[0]}` : '', earliest ? `; the earliest deadline that could be promised then was ${f.moment(earliest)}` : ''].join('');
+  return [why ? `: ${why.split(/\n|; /, 1)[0]}` : '', earliest ? `; earliest feasible deadline: ${f.moment(earliest)}` : ''].join('');
 }
 
 function actions(trouble, job, mayEdit) {

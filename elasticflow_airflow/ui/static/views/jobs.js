@@ -92,7 +92,7 @@ export function open({ main, context, refresh }) {
   function matching() {
     // The service has filtered already, except while somebody types.
     const words = state.text.toLowerCase().split(/\s+/).filter(Boolean);
-    const inside = ({ identity, state: now }) => `${identity.dag_id} ${identity.task_id} ${identity.run_id} ${now}`.toLowerCase();
+    const inside = ({ identity, state: now, job_id: id }) => `${id} ${identity.dag_id} ${identity.task_id} ${identity.run_id} ${now}`.toLowerCase();
     const found = loaded()
       .filter((job) => state.kind === 'all' || isLive(job) === (state.kind === 'live'))
       .filter((job) => !state.state || job.state === state.state)
