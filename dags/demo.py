@@ -1,5 +1,8 @@
 """``make demo``: two days of the DAG ``daily_bert_finetune``, with everything real and nothing set up before.
 
+Meanwhile a colleague asks for a model, and a worker is killed (:mod:`demo_kit.meanwhile`). Airflow's page shows all of
+it; on a terminal it stays there until Ctrl-C.
+
 ``make demo-cluster``: the same on a Ray cluster of two nodes, with two replicas of the scheduler service on a private
 PostgreSQL. Meanwhile a node is killed, and on the second day the replica that leads. Without PostgreSQL on this machine
 it is one service, and the node is all that is killed.
@@ -16,7 +19,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +32,8 @@ from demo_kit.layout import DAGS, SLOTS, DemoPaths, bring_down
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 _TAIL_LINES = 30
+_STAYS_UP_S = 86400
+"""How long the service answers a page that nobody closes."""
 
 
 def main() -> int:
@@ -47,14 +53,16 @@ def main() -> int:
     where = "a Ray cluster of two nodes, made up on this machine" if options.cluster else "this machine"
     console.print(f"Fine-tuning BERT under deadlines, on two days, on {where}", style="bold")
     console.print(f"Two trainings in parallel on {SLOTS} CPU slots; nobody says how many workers.")
-    console.print("" if options.cluster else "About six minutes on a machine of the usual speed.\n")
+    console.print("" if options.cluster else "About five minutes on a machine of the usual speed.\n")
     with ExitStack() as ending:
         ending.callback(bring_down, layout)
         try:
             if options.cluster:
                 status = _run_on_a_cluster(layout, console, ending)
             else:
-                status = _run_days(layout, layout.environment(), ending)
+                status = _run_here(layout, console, ending)
+            if sys.stdout.isatty():
+                _stay_up(layout, console)
         except KeyboardInterrupt:
             console.print("stopping ...", style="yellow")
             status = INTERRUPTED
@@ -73,6 +81,45 @@ def main() -> int:
     for log in [*layout.replicas_dir.glob("*/service.log")] or [layout.state_dir / "service.log"]:
         console.print(f"  service's log   {log}")
     return status
+
+
+def _run_here(layout: DemoPaths, console: Console, ending: ExitStack) -> int:
+    """Run the process with Airflow while a colleague asks for slots, and a worker is killed."""
+    from demo_kit import pace
+    from demo_kit.meanwhile import Meanwhile
+
+    environment = layout.environment()
+    if sys.stdout.isatty():
+        environment["ELASTICFLOW_IDLE_EXIT_S"] = str(_STAYS_UP_S)
+    stretch = pace.stretch_for(pace.measure(SLOTS))
+    meanwhile = Meanwhile(
+        layout,
+        layout.endpoint(environment),
+        stretch,
+        lambda what: console.print(f"       {what}", style="bold magenta"),
+    )
+    ending.callback(meanwhile.end)
+    status = _run_days(layout, environment, ending)
+    return status or _say_missing(meanwhile.end(), console)
+
+
+def _stay_up(layout: DemoPaths, console: Console) -> None:
+    """Keep service and page until Ctrl-C, for whoever wants to look at what happened."""
+    from demo_kit import page
+
+    address = page.stay(layout)
+    if address is None:
+        return
+    console.print(f"\nLook at all of it at {address}; Ctrl-C ends the demo.", style="bold")
+    with suppress(KeyboardInterrupt):
+        page.wait_while_it_runs(layout)
+
+
+def _say_missing(missing: Sequence[str], console: Console) -> int:
+    """Say what was to happen and has not; 1 if there is anything."""
+    for what in missing:
+        console.print(f"demo: {what}, and that has not happened", style="red")
+    return 1 if missing else 0
 
 
 def _run_days(layout: DemoPaths, environment: dict[str, str], ending: ExitStack) -> int:
@@ -126,10 +173,7 @@ def _run_on_a_cluster(layout: DemoPaths, console: Console, ending: ExitStack) ->
     )
     ending.callback(accidents.end)
     status = _run_days(layout, environment, ending)
-    missing = accidents.end()
-    for what in missing:
-        console.print(f"demo: {what}, and that has not happened", style="red")
-    return status or (1 if missing else 0)
+    return status or _say_missing(accidents.end(), console)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from airflow.sdk.listener import get_listener_manager
 from airflow.utils.db import initdb
 from rich.console import Console
 
-from demo_kit import pace
+from demo_kit import pace, page
 from demo_kit.layout import SLOTS, DemoPaths
 from demo_kit.summary import Day, broken_promises, summary_lines
 from demo_kit.watching import Watcher, clock
@@ -45,7 +45,7 @@ class TaskNews:
         self._watcher.line(f"task {task_instance.task_id}: failed\n  {error or ''}", "red")
 
 
-def run_days(watcher: Watcher) -> list[Day]:
+def run_days(watcher: Watcher, layout: DemoPaths) -> list[Day]:
     """Run the DAG for each day, until one fails; today is the last one."""
     gflops = pace.measure(SLOTS)
     stretch, rows, epochs = pace.stretch_for(gflops), pace.rows_for(gflops), pace.epochs_for(gflops)
@@ -58,6 +58,7 @@ def run_days(watcher: Watcher) -> list[Day]:
     watcher.line(f"this machine: {gflops:.0f} GFLOP/s on each of {SLOTS} slots{slow}")
     watcher.line("starting a private Airflow ...")
     initdb()
+    watcher.line(f"watch it at {page.start(layout)} (it answers in some seconds)", "bold")
     # Now that there is a database: parsing the DAG looks up the provider.
     from daily_bert_finetune import dag
 
@@ -88,7 +89,7 @@ def main(root: str) -> int:
         os.dup2(log.fileno(), 2)
     watcher = Watcher(layout, layout.endpoint(os.environ), console)
     watcher.follow()
-    days = run_days(watcher)
+    days = run_days(watcher, layout)
     text = "\n".join(summary_lines(days, layout, watcher.readable))
     layout.summary.write_text(f"{text}\n")
     console.rule("Summary")

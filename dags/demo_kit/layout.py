@@ -32,6 +32,7 @@ class DemoPaths:
         self.root = root = root.absolute()
         self.airflow_home, self.airflow_log = root / "airflow", root / "airflow.log"
         self.models, self.summary = root / "daily_bert", root / "summary.txt"
+        self.page = root / "page.json"
         self.accidents, self.replicas_dir = root / "accidents.txt", root / "replicas"
         self.state_dir = root / "service"
         if len(os.fsencode(self.state_dir / "service.sock")) > SOCKET_PATH_LIMIT:
@@ -85,10 +86,10 @@ class DemoPaths:
 
 
 def bring_down(layout: DemoPaths) -> None:
-    """End the demo's service or replicas, supervisors, workers and database.
+    """End the demo's service or replicas, supervisors, workers, api-server and database.
 
     A worker saves when it is told to end; who takes long is killed. The service, or its replicas, and the supervisors
-    are known by the folder among their arguments, workers as children of those.
+    are known by the folder among their arguments, workers as children of those, the api-server by its environment.
     """
     while ours := _processes_of(layout):
         for end in (psutil.Process.terminate, psutil.Process.kill):
@@ -99,13 +100,19 @@ def bring_down(layout: DemoPaths) -> None:
     Database(layout.database_dir).stop()
 
 
+def _home_of(process: psutil.Process) -> str | None:
+    """Return the AIRFLOW_HOME of a process. Raises psutil.Error if that is not ours to know."""
+    return process.environ().get("AIRFLOW_HOME")
+
+
 def _processes_of(layout: DemoPaths) -> list[psutil.Process]:
     ours: set[psutil.Process] = set()
     folders = (f"{layout.state_dir}/", f"{layout.replicas_dir}/")
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []  # None for one that has ended, or is nobody's business
         module = any(argument.startswith("elasticflow_airflow.") for argument in command)
-        if module and any(f"{argument}/".startswith(folders) for argument in command):
-            with suppress(psutil.NoSuchProcess):
+        ours_by_folder = module and any(f"{argument}/".startswith(folders) for argument in command)
+        with suppress(psutil.Error):  # It has ended meanwhile, or belongs to somebody else.
+            if ours_by_folder or ("api-server" in command and _home_of(process) == str(layout.airflow_home)):
                 ours |= {process, *process.children(recursive=True)}
     return list(ours)

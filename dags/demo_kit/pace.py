@@ -15,7 +15,7 @@ REFERENCE_GFLOPS = 60.0
 """What the deadlines are made for: products of this size (float32) on each slot, in GFLOP/s."""
 MOST = 5.0
 """Deadlines are stretched by this factor at most."""
-FEWEST_EPOCHS, EPOCHS, MOST_EPOCHS = 2, 3, 20
+FEWEST_EPOCHS, EPOCHS, MOST_EPOCHS = 2, 1.5, 12
 """Epochs of the thorough training on a slow machine, on an ordinary one, and at most on a fast one."""
 FEWEST_ROWS, ROWS = 576, 1152
 """Texts to train on, on a slow machine and on an ordinary one: with fewer the models would learn too little."""

@@ -42,7 +42,7 @@ def summary_lines(days: Sequence[Day], layout: DemoPaths, readable: Callable[[st
             yield f"  accuracy: {models}; a probe on the frozen encoder {result['probe']:.1%}, {guess}"
         yield ""
     if layout.accidents.exists():
-        yield "What happened to the cluster meanwhile"
+        yield "What happened meanwhile"
         yield from (f"  {line}" for line in layout.accidents.read_text().splitlines())
         jobs = [job for day in days for job in day.jobs]
         yield f"  {sum(bool(job.met) for job in jobs)} of {len(jobs)} deadlines met"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from datetime import datetime
@@ -12,11 +13,15 @@ from demo_kit.layout import DemoPaths
 from elasticflow_airflow.api import Event, JobStatus
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
 from elasticflow_airflow.testing import JobOutcome
+from elasticflow_airflow.times import duration
 
 _LOOK_S, _PROGRESS_S = 0.5, 10.0
 _STYLES = {"admitted": "green", "succeeded": "bold green", "resized": "cyan", "rejected": "red", "failed": "red"}
-_QUIET = frozenset({"checkpoint", "acknowledged", "submitted", "length", "kept"})
+_QUIET = frozenset({"checkpoint", "acknowledged", "submitted", "length", "kept", "seed", "owner_gone", "waiting"})
 """Kept for the service's own log: they would hide what matters."""
+_TOLD_BY_REASON = frozenset({"resized", "rescaled", "started", "measured", "initialised", "restarting", "worker lost"})
+"""Kinds whose reason is a sentence that needs no heading."""
+_UTC = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d(?::\d\d)?) UTC")
 
 
 class Watcher:
@@ -39,10 +44,12 @@ class Watcher:
         self._console.print(f"{elapsed // 60:2d}:{elapsed % 60:02d}  {text}", style=style)
 
     def readable(self, reason: str) -> str:
-        """A reason with tasks' names for ids of jobs, and paths from the output folder on."""
+        """A reason with tasks' names for ids of jobs, local times of day, and paths from the output folder on."""
         for job_id, job in self._jobs.items():
             reason = reason.replace(job_id, job.identity.task_id)
-        return reason.replace(f"{self._root}/", "")
+        return _UTC.sub(lambda found: clock(datetime.fromisoformat(f"{found[1]}+00:00")), reason).replace(
+            f"{self._root}/", ""
+        )
 
     def outcomes_of(self, run_id: str) -> list[JobOutcome]:
         """What became of the jobs of a DAG run, by name of task."""
@@ -76,17 +83,43 @@ class Watcher:
             known += new
             fresh += [(event, job) for event in new if event.kind not in _QUIET]
         for event, job in sorted(fresh, key=lambda pair: pair[0].event_id):
-            what = f"{event.kind}: {self.readable(event.reason)}"
-            self.line(f"  #{event.event_id:<4}{job.identity.task_id:<18} {what}", _STYLES.get(event.kind))
+            if what := self._said(event, job.job_id):
+                self.line(f"  {job.identity.task_id:<18} {what}", _STYLES.get(event.kind))
         if time.monotonic() - self._progress_at >= _PROGRESS_S:
             self._progress_at = time.monotonic()
             for job in self._jobs.values():
                 if job.step and not job.state.terminal:
                     loss = "" if job.loss is None else f", loss {job.loss:.3f}"
                     speed = f", {job.steps_per_s:.2f} steps/s" if job.steps_per_s else ""
-                    spare = "" if job.slack_s is None else f", {job.slack_s:.0f} s to spare"
-                    done = f"step {job.step}/{job.total_steps or '?'}{loss}, {job.workers} workers{speed}{spare}"
-                    self.line(f"        {job.identity.task_id:<18} {done}", "dim")
+                    spare = "" if job.slack_s is None else f", {duration(job.slack_s)} to spare"
+                    workers = f"{job.workers} worker{'' if job.workers == 1 else 's'}"
+                    done = f"step {job.step} of {job.total_steps or '?'}{loss}, {workers}{speed}{spare}"
+                    self.line(f"  {job.identity.task_id:<18} {done}", "dim")
+
+    def _said(self, event: Event, job_id: str) -> str:
+        """What to print of an event: its reason, after its kind where that says more; nothing for a plan that changed.
+
+        Before a job has started, only the last of its sizes counts.
+        """
+        known = self._events[job_id]
+        later = known[known.index(event) + 1 :]
+        if event.kind == "resized" and not self._trains(known[: known.index(event)]):
+            if any(one.kind == "resized" for one in later) and not any(one.kind == "started" for one in later):
+                return ""
+            workers = event.data["workers"]
+            because = event.reason.partition(": ")[2].partition(";")[0]
+            if event.data["purpose"] == "train":
+                because = "" if job_id in because else f": {self.readable(because)}"
+                return f"starts with {workers} worker{'' if workers == 1 else 's'}{because}"
+        reason = self.readable(event.reason)
+        kind = event.kind.replace("_", " ")
+        return reason if kind in _TOLD_BY_REASON or reason.startswith(kind) else f"{kind}: {reason}"
+
+    @staticmethod
+    def _trains(before: list[Event]) -> bool:
+        """Whether a job trains after these events."""
+        last = next((event.kind for event in reversed(before) if event.kind in ("started", "restarting")), None)
+        return last == "started"
 
 
 def clock(at: datetime) -> str:

@@ -18,6 +18,7 @@ const WEEK_MS = 60000;
 const FORECAST_MS = 30000;
 const ATTENTION_MS = 10000;
 const RESTING_MS = 250;
+const YOUNG_S = 1200;
 const DAY_S = 86400;
 const STEERING = [['earlier', 'Earlier', '◂'], ['farther', 'Zoom out', '−'], ['closer', 'Zoom in', '+'], ['later', 'Later', '▸']];
 
@@ -50,15 +51,19 @@ export function open({ main, refresh }) {
     render();
   }
 
-  /** A young cluster would be a stripe at the edge of a day. */
+  /** Until somebody chooses: as much time as a young cluster has seen, which would be a stripe at the edge of a day. */
   function choose() {
     const week = feeds.week.value;
-    if (chosen || !week) return;
-    chosen = true;
+    if (chosen || !frame.follows || !week || (!week.admissions.length && !week.spans.length)) return;
     const oldest = Math.min(week.now, ...week.spans.map((span) => span.from_at), ...week.admissions.map((one) => one.submitted_at));
-    const found = Object.keys(RANGES).slice(0, 3).find((key) => RANGES[key][0] * 3600 > week.now - oldest) ?? '24h';
-    if (!frame.follows || found === range || (!week.admissions.length && !week.spans.length)) return;
-    showRange(found);
+    const ageS = week.now - oldest;
+    const found = ageS < YOUNG_S ? null : Object.keys(RANGES).slice(0, 3).find((key) => RANGES[key][0] * 3600 > ageS) ?? '24h';
+    if (found === null) {
+      range = null;
+      const pastS = Math.max(YOUNG_S / 4, 1.2 * ageS);
+      frame.follow(pastS, pastS / 2);
+      feeds.history.again();
+    } else if (found !== range) showRange(found);
   }
 
   /** Show one of the ranges, from now on. */
@@ -230,7 +235,7 @@ function outlook(feed) {
           h('div', { class: 'muted small' }, item.kind === 'expected' ? ['due ', time(item.due_at), ', '] : null, item.projected_at ? ['finish ', time(item.projected_at), ', '] : null, item.deadline_at ? ['deadline ', time(item.deadline_at)] : 'no deadline known',
             item.outcome === 'missed' && item.earliest_deadline_at ? ['; earliest feasible: ', time(item.earliest_deadline_at)] : null,
             item.outcome !== 'kept' && item.reason ? h('div', {}, f.whole(item.reason)) : null)))))))
-    : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due. Recurring tasks appear here once they have run, or when their DAG tells its next runs.');
+    : h('p', { class: 'quiet-note' }, 'Recurring tasks appear here once they have run, or when their DAG tells its next runs.');
   return card('Next 24 hours', f.whole(forecast.summary) + missing, inside);
 }
 
