@@ -689,7 +689,7 @@ class Decider:
         if not known:
             return Reason("waits for slots that no promise needs, to measure its speed on them")
         if job.remaining is None or not more:
-            return Reason("waits for slots that no promise needs, to hear from it how long it is")
+            return Reason("waits for slots that no promise needs, to learn its length")
         return Reason(
             "its deadline cannot be promised with {known}: waits for slots that no promise needs, to measure its speed "
             "with {more}",

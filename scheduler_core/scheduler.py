@@ -409,7 +409,7 @@ class Scheduler:
             job.changed()
             return [
                 Amended(job.job_id, None, value, None),
-                *self._decider.replan(now, Reason("{job:job} gave its deadline up", job=job.job_id), retry=True),
+                *self._decider.replan(now, Reason("{job:job} dropped its deadline", job=job.job_id), retry=True),
             ]
         deadline = before.deadline_s if event.deadline_s is None else event.deadline_s
         asked = before.asked_deadline_s if event.deadline_s is None else None
@@ -459,7 +459,7 @@ class Scheduler:
             return out
         if job.mask:
             job.hold(state.layout, self.config, 0, now)
-            reason = Reason("parked: its owner is away, so it holds nothing until one is back")
+            reason = Reason("parked: its owner is away, so it holds no slots until one is back")
             out.append(Suspend(job.job_id, reason))
         job.parked_from, job.phase = job.phase, Phase.PARKED
         job.course, job.profiling = None, None

@@ -290,14 +290,16 @@ class SchedulerState:
         job.hold(self.layout, self.config, target, now)
         if purpose is Purpose.PROFILE and not is_measured_at(job, after):
             reason = Reason(
-                "trains with {after:#worker} on slots that nobody needs, until it can be measured with more",
+                "trains with {after:#worker} on slots that no promise needs, until it can be measured with more",
                 after=after,
             )
         elif purpose is Purpose.PROFILE:
             job.profiling = ProfilingRun(after, now + window_s(job, self.config))
             unsure = ": its curve alone is not sure enough for a promise" if job.trial else ""
             reason = Reason(
-                "measures its speed with {after} on slots that no promise needs{unsure}", after=after, unsure=unsure
+                "measures its speed with {after:#worker} on slots that no promise needs{unsure}",
+                after=after,
+                unsure=unsure,
             )
         elif after > before > 0 and unmeasured(job, after):
             job.failed_sizes.add(after)  # only one trial; if its speed gets known, it is in the curve

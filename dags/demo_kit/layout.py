@@ -6,6 +6,7 @@ Every run of the demo starts from nothing: the folder of the last one is removed
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -40,6 +41,16 @@ class DemoPaths:
         # Outside: the user that PostgreSQL runs as need not get into the output folder.
         name = f"elasticflow-pg-{hashlib.sha256(os.fsencode(root)).hexdigest()[:8]}"
         self.database_dir = Path(tempfile.gettempdir()) / name
+
+    def page_server(self) -> psutil.Process | None:
+        """The api-server of this run, if it runs: it renames itself, so that its command does not tell."""
+        if not self.page.exists():
+            return None
+        noted = json.loads(self.page.read_text())
+        with suppress(psutil.NoSuchProcess):
+            server = psutil.Process(noted["pid"])
+            return server if server.create_time() == noted["created_at"] else None
+        return None
 
     def start_afresh(self) -> None:
         """Remove what an earlier run left, and make the folders. Raises FileExistsError for a stranger's."""
@@ -89,7 +100,8 @@ def bring_down(layout: DemoPaths) -> None:
     """End the demo's service or replicas, supervisors, workers, api-server and database.
 
     A worker saves when it is told to end; who takes long is killed. The service, or its replicas, and the supervisors
-    are known by the folder among their arguments, workers as children of those, the api-server by its environment.
+    are known by the folder among their arguments, workers as children of those, the api-server by what was noted when
+    it started.
     """
     while ours := _processes_of(layout):
         for end in (psutil.Process.terminate, psutil.Process.kill):
@@ -100,19 +112,16 @@ def bring_down(layout: DemoPaths) -> None:
     Database(layout.database_dir).stop()
 
 
-def _home_of(process: psutil.Process) -> str | None:
-    """Return the AIRFLOW_HOME of a process. Raises psutil.Error if that is not ours to know."""
-    return process.environ().get("AIRFLOW_HOME")
-
-
 def _processes_of(layout: DemoPaths) -> list[psutil.Process]:
     ours: set[psutil.Process] = set()
     folders = (f"{layout.state_dir}/", f"{layout.replicas_dir}/")
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []  # None for one that has ended, or is nobody's business
         module = any(argument.startswith("elasticflow_airflow.") for argument in command)
-        ours_by_folder = module and any(f"{argument}/".startswith(folders) for argument in command)
-        with suppress(psutil.Error):  # It has ended meanwhile, or belongs to somebody else.
-            if ours_by_folder or ("api-server" in command and _home_of(process) == str(layout.airflow_home)):
+        if module and any(f"{argument}/".startswith(folders) for argument in command):
+            with suppress(psutil.NoSuchProcess):
                 ours |= {process, *process.children(recursive=True)}
+    if (server := layout.page_server()) is not None:
+        with suppress(psutil.NoSuchProcess):
+            ours |= {server, *server.children(recursive=True)}
     return list(ours)

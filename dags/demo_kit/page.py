@@ -44,19 +44,19 @@ def start(layout: DemoPaths) -> str:
             stderr=log,
             start_new_session=True,
         )
-    with suppress(psutil.Error):
-        psutil.Process(process.pid).nice(_POLITENESS)
+    server = psutil.Process(process.pid)
     address = f"{url}/plugin/elasticflow"
-    layout.page.write_text(json.dumps({"pid": process.pid, "address": address}))
+    noted = {"pid": server.pid, "created_at": server.create_time(), "address": address}
+    layout.page.write_text(json.dumps(noted))
+    server.nice(_POLITENESS)
     return address
 
 
 def stay(layout: DemoPaths) -> str | None:
     """Return the page's address if its server runs and answers; None otherwise."""
-    if not layout.page.exists():
+    if layout.page_server() is None:
         return None
-    known = json.loads(layout.page.read_text())
-    address = str(known["address"])
+    address = str(json.loads(layout.page.read_text())["address"])
     with suppress(OSError):
         urllib.request.urlopen(address, timeout=10).close()  # noqa: S310 - our own address
         return address
@@ -65,6 +65,5 @@ def stay(layout: DemoPaths) -> str | None:
 
 def wait_while_it_runs(layout: DemoPaths) -> None:
     """Return when the server has ended; Ctrl-C raises KeyboardInterrupt."""
-    pid = int(json.loads(layout.page.read_text())["pid"])
-    while psutil.pid_exists(pid):
+    while layout.page_server() is not None:
         time.sleep(_LOOK_S)

@@ -238,7 +238,7 @@ def _request(
     if not wants:
         return None, ()
     if shape is None:
-        kind = "wanted by {wants}, but there is no node that further ones could be like: add one"
+        kind = "wanted by {wants}, but there is no node to size further ones by: add one"
         reason = Reason(kind, wants=_counted(wants.values()))
         return WantedNodes(by=_in_order(wants.values()), nodes=None, slots_per_node=0, gpu_type="", reason=reason), ()
     grown: dict[int, Scheduler] = {0: scheduler}

@@ -94,9 +94,9 @@ class Releasing:
         if not self.busy:
             kind = "no job is live, and no run is expected by {until:moment}"
         elif held:
-            kind = "who holds {held} of its {slots} slots can move, and all that is promised by {until:moment} is kept"
+            kind = "the jobs on {held} of its {slots} slots can move, and every promise until {until:moment} is kept"
         else:
-            kind = "nobody stands on it, and without it all that is promised or expected by {until:moment} is kept"
+            kind = "it is empty, and without it every promise and expected run until {until:moment} is kept"
         reason = Reason(kind, until=self.until_s, held=held, slots=node.slots)
         return UnneededNode(node_id=node.node_id, slots=node.slots, idle=not held, reason=reason)
 

@@ -361,7 +361,7 @@ class AdmissionControl:
         have = "at most {free:#worker} at a time" if free else "none"
         return Reason(
             "needs {size:#worker} for {need:duration} ({costs}) before {deadline:moment}; beside the {others} promised "
-            f"jobs{{coming}}, of the cluster's {{slots}} slots {have} can be had between {{begin:moment}} and "
+            f"jobs{{coming}}, of the cluster's {{slots}} slots {have} are available between {{begin:moment}} and "
             f"{{end:moment}}",
             size=size,
             need=needed,

@@ -16,6 +16,7 @@ from datetime import date
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 from support import postgres
 
@@ -183,6 +184,8 @@ def demo(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
         finally:
             process.terminate()
             process.communicate()
+    page = tmp_path / "demo" / "page.json"
+    assert not page.exists() or not psutil.pid_exists(json.loads(page.read_text())["pid"])
     database = _database_dir(tmp_path / "demo")
     assert [p for p in _processes() if str(tmp_path / "demo") in p or str(database) in p] == []
     assert not database.exists()
@@ -240,7 +243,7 @@ def test_ctrl_c_leaves_no_process_of_a_cluster(tmp_path: Path) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             said += line
-            if "started: generation" in line:
+            if "generation 1 trains" in line:
                 process.send_signal(signal.SIGINT)
                 break
         said += process.communicate(timeout=240)[0]
@@ -257,7 +260,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             said += line
-            if "started: generation" in line:
+            if "generation 1 trains" in line:
                 process.send_signal(signal.SIGINT)
                 break
         said += process.communicate(timeout=120)[0]

@@ -134,7 +134,7 @@ def _take(context: PassContext, row: IncarnationRow, target: LossTarget, made: P
     if made is None or not math.isfinite(made.at_most()):
         row.target = replace(target.unpredicted(), told=None)
         if target.told is not None:
-            kind = "when target loss {loss:g} is reached cannot be foretold any more: at {bound}"
+            kind = "when target loss {loss:g} is reached can no longer be predicted: at {bound}"
             reason = Reason(kind, loss=target.loss, bound=_bound(row))
             context.event(TargetLengthData(step=row.step), reason, row)
         return

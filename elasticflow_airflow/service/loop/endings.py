@@ -321,7 +321,7 @@ def _unread_progress(row: IncarnationRow) -> Reason | None:
     said = " or ".join(f"{name}={value!r}" for name, value in named.items() if value)
     if not said:
         return None
-    kind = "the script ended with status 0, and {said:text} never showed a step: nothing is known to be trained"
+    kind = "the script ended with status 0, and {said:text} never showed a step: what was trained is unknown"
     return Reason(kind, said=said)
 
 

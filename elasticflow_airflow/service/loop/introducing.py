@@ -327,13 +327,13 @@ def _expire(context: PassContext, row: IncarnationRow, away_s: float) -> Reason 
     if row.ending:
         return None
     if away_s > row.lease_s + row.orphan_s:
-        reason = Reason("nobody has asked for the job for {away_s:duration}: cancelled", away_s=away_s)
+        reason = Reason("no client has polled the job for {away_s:duration}: cancelled", away_s=away_s)
         context.tx.rely_on(row, "renewals")
         context.end(row, State.CANCELLED, reason)
     elif away_s > row.lease_s and not row.parked and row.job_id not in context.faults:
         context.tx.rely_on(row, "renewals")
         return Reason(
-            "nobody has asked for the job for {away_s:duration}: suspended with a checkpoint until somebody does",
+            "no client has polled the job for {away_s:duration}: suspended with a checkpoint until somebody does",
             away_s=away_s,
         )
     return None

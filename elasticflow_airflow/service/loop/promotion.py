@@ -75,7 +75,7 @@ def _promote_best(context: PassContext, row: IncarnationRow) -> None:
         return
     row.promoted = Promotion(path=best.path, generation=best.generation, step=best.step, digest=best.digest)
     where = context.files.checkpoint(row.job_id, row.incarnation, best.path)
-    reason = Reason("the checkpoint of step {step} counts from now on", step=best.step)
+    reason = Reason("the checkpoint of step {step} is valid from now on", step=best.step)
     context.event(CheckpointData(**asdict(row.promoted), checkpoint_path=where), reason, row)
 
 

@@ -60,7 +60,7 @@ def why(row: IncarnationRow, foresight: Foresight | None, keys: Mapping[str, str
     if state.phase is Phase.PARKED:
         ends_at = None if row.lease_expires_at is None else row.lease_expires_at + row.orphan_s
         until = "" if ends_at is None else f", and is cancelled at {clock(ends_at, now)}"
-        return Reason("its owner in Airflow is not heard of: it holds nothing until one is back{until}", until=until)
+        return Reason("its owner in Airflow is silent: it holds no slots until one is back{until}", until=until)
     waits = state.phase is Phase.PROFILING and (state.profile_until_s is None or not state.placement.workers)
     if state.phase is Phase.WAITING or waits:
         return row.state_reason
@@ -138,7 +138,7 @@ def _limit(case: _Case, until: float) -> Reason | None:
     """Return why the job does not get more slots until ``until``; None if there is no reason."""
     size, state, foresight = case.size, case.state, case.foresight
     if size >= foresight.slots:
-        return Reason("these are all that there are")
+        return Reason("no more exist")
     most = state.job.max_workers
     if most is not None and size >= most:
         if case.row.submission.max_workers == most:

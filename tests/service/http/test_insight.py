@@ -147,7 +147,7 @@ def test_why_names_who_needs_the_other_slots_and_until_when(world):
     assert why(world, first).startswith("is starting on 4 slots until its end at ")
     world.reach(first, "running")
     assert why(world, first).startswith("holds 4 slots until its end at 08:1")
-    assert why(world, first).endswith("before its deadline: these are all that there are")
+    assert why(world, first).endswith("before its deadline: no more exist")
     second = world.submit(task="second", within=900.0, steps=32 * 300, scaling_curve=CURVE)
     world.run(30.0, every=2.0)
     assert why(world, first).endswith("before its deadline: daily.second needs the others until then")

@@ -306,7 +306,7 @@ def test_a_job_whose_owner_stays_away_is_cancelled(world):
     job = world.submit(within=3600, steps=9000, scaling_curve=CURVE, lease_s=20, orphan_s=40)
     done = world.ended(job)
     assert done.state == "cancelled"
-    assert "nobody has asked for the job for" in done.state_reason
+    assert "no client has polled the job for" in done.state_reason
     assert 60 <= world.elapsed_s < 70
     assert world.row(job).promoted.step > 0
     assert done.orphaned, "by nobody's wish: who comes back submits it again"
@@ -644,7 +644,7 @@ def test_a_script_that_was_to_show_its_progress_and_never_did_is_no_success(worl
     job = world.submit(steps=300, fake={"reports": False}, max_workers=1, **declared)
     done = world.ended(job)
     assert done.state == "failed"
-    assert "never showed a step: nothing is known to be trained" in done.failure
+    assert "never showed a step: what was trained is unknown" in done.failure
 
 
 @pytest.mark.parametrize("given", [{"length": Length()}, {"steps": 300}, {"length": Length(), "within": 900}])

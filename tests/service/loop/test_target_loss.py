@@ -61,7 +61,7 @@ def test_the_event_log_says_once_how_long_it_will_take_and_again_when_that_chang
         gang.behaviour = gang.behaviour.changed({"target_error": None})
     world.run(2)
     assert reasons(world, job, "target_length")[-1] == (
-        "when target loss 0.6 is reached cannot be foretold any more: at most 2000 steps"
+        "when target loss 0.6 is reached can no longer be predicted: at most 2000 steps"
     )
     assert world.status(job).expected_steps is None
     assert world.status(job).projected_finish_at == pytest.approx(

@@ -375,7 +375,7 @@ class GangPolicy(PolicyState, ABC):
             if target:
                 growing.append((job, target))
                 continue
-            reason = "parked: its owner is away, so it holds nothing until one is back"
+            reason = "parked: its owner is away, so it holds no slots until one is back"
             if job.phase is not Phase.PARKED:
                 reason = f"gives up its slots: {why}"
             out.append(Suspend(job.job_id, Reason(reason)))
