@@ -85,6 +85,14 @@ bench: $(STAMP) ## measure, and write benchmarks/results/
 lock: $(STAMP) ## resolve the requirements anew
 	@requirements/lock.sh
 
+.PHONY: pictures
+pictures: $(STAMP) ## the pictures of the page in README and docs; needs Chromium
+	$(BIN)/python docs/pictures.py
+
+.PHONY: wheel
+wheel: $(STAMP) ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
 .PHONY: clean
 clean: ## remove the environment, caches and the demo's output
 	rm -rf $(VENV) .cache build dist demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis

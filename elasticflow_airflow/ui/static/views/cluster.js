@@ -19,6 +19,7 @@ const FORECAST_MS = 30000;
 const ATTENTION_MS = 10000;
 const RESTING_MS = 250;
 const YOUNG_S = 1200;
+const LEAST_S = 120;
 const DAY_S = 86400;
 const STEERING = [['earlier', 'Earlier', '◂'], ['farther', 'Zoom out', '−'], ['closer', 'Zoom in', '+'], ['later', 'Later', '▸']];
 
@@ -60,7 +61,7 @@ export function open({ main, refresh }) {
     const found = ageS < YOUNG_S ? null : Object.keys(RANGES).slice(0, 3).find((key) => RANGES[key][0] * 3600 > ageS) ?? '24h';
     if (found === null) {
       range = null;
-      const pastS = Math.max(YOUNG_S / 4, 1.2 * ageS);
+      const pastS = Math.max(LEAST_S, 1.5 * ageS);
       frame.follow(pastS, pastS / 2);
       feeds.history.again();
     } else if (found !== range) showRange(found);
