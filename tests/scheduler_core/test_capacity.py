@@ -260,7 +260,7 @@ def test_without_any_node_nobody_can_say_how_many():
     wanted = ask(scheduler).wanted
     assert wanted is not None
     assert (wanted.nodes, wanted.slots_per_node) == (None, 0)
-    assert "there is no node that further ones could be like" in str(wanted.reason)
+    assert "there is no node to size further ones by" in str(wanted.reason)
 
 
 def test_further_nodes_are_of_the_type_that_there_is():

@@ -224,7 +224,7 @@ def test_why_tells_of_measuring_waiting_and_an_owner_who_is_away(world):
     world.until(lambda: world.status(job).state == "profiling", "it is measured")
     assert why(world, job).startswith("measures its speed with ")
     world.until(lambda: world.row(job).parked, "nobody asks for it", 1000.0, every=5.0)
-    assert "its owner in Airflow is not heard of" in why(world, job)
+    assert "its owner in Airflow is silent" in why(world, job)
     assert world.status(job).lease_expires_at < world.now_s
 
 
