@@ -41,6 +41,8 @@ LARGEST_LOSS: Final = 1e38
 """About the largest 32-bit float; its square still fits a 64-bit float."""
 NAME_CHARACTERS: Final = 250
 """Maximum length of Airflow's ids."""
+SEARCH_PATTERN: Final = r"^\s*([^\s\x00]+(\s+|$)){0,10}$"
+"""At most ten words to search jobs for: each is sought in several columns of all jobs."""
 KEY_BYTES: Final = 1600
 """Limit of a task's ids together, as JSON: they are indexed, and a PostgreSQL index entry has at most 2,704 bytes."""
 TEXT_CHARACTERS: Final = 2000

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from sqlalchemy import select
 from starlette.types import Lifespan
 
+from elasticflow_airflow import bounds
 from elasticflow_airflow.api import AmendAnswer, AmendRequest, Event, JobStatus, LeaderStatus, LogPiece, State
 from elasticflow_airflow.api.insight import StackDump, WhatIf, WhatIfRequest
 from elasticflow_airflow.client import ElasticFlowError
@@ -254,7 +255,7 @@ def _add_cluster(app: FastAPI, source: Source) -> None:
         map_index: Annotated[int | None, Query(ge=-1, lt=1 << 31)] = None,
         live: bool | None = None,
         state: State | None = None,
-        text: Annotated[str | None, Query(max_length=200, pattern=r"^[^\x00]*$")] = None,
+        text: Annotated[str | None, Query(max_length=bounds.NAME_CHARACTERS, pattern=bounds.SEARCH_PATTERN)] = None,
         cursor: Annotated[str | None, Query(max_length=400)] = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 300,
     ) -> JobList:

@@ -235,6 +235,16 @@ async def test_a_page_takes_the_same_few_queries_and_loads_what_it_shows(world, 
         assert f".{column}" not in " ".join(selects)
 
 
+@pytest.mark.parametrize(
+    ("text", "status"), [("a " * 10, 200), ("  ", 200), ("a " * 11, 422), ("a\x00", 422), ("a" * 251, 422)]
+)
+async def test_a_search_has_ten_words_at_most(http, text, status):
+    answer = await http.get("/v1/jobs", params={"text": text})
+    assert answer.status_code == status, answer.text
+    if status == 422:
+        assert "text" in Problem.model_validate_json(answer.content).message
+
+
 @pytest.mark.parametrize("cursor", ["", "x", "1.0", "nan,a", "1,a b", "1,a;drop", "9" * 20 + ",a", "1,\x00"])
 async def test_a_cursor_of_somebody_else_is_refused(http, cursor):
     answer = await http.get("/v1/jobs", params={"cursor": cursor})

@@ -28,7 +28,7 @@ from elasticflow_airflow.api import (
 from elasticflow_airflow.api.fields import Name
 from elasticflow_airflow.service.http.batching import Batcher, Watch
 from elasticflow_airflow.service.http.lanes import Lanes
-from elasticflow_airflow.service.http.parameters import IdempotencyKey, JobId, MapIndex, Names
+from elasticflow_airflow.service.http.parameters import IdempotencyKey, JobId, MapIndex, Names, SearchText
 from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.refusal import Refusal, declared
 from elasticflow_airflow.service.requests.forecasting import ForecastService
@@ -92,15 +92,15 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         run_id: Name | None = None,
         task_id: Name | None = None,
         map_index: MapIndex | None = None,
-        text: Name | None = None,
+        text: SearchText | None = None,
         cursor: Annotated[str | None, Query(max_length=400)] = None,
     ) -> Response:
         """List jobs, newest first: the newest of those that all of this is true of.
 
-        dag_id may be given several times: for jobs of any of these DAGs. Each word of text must occur in the id, DAG,
-        task, run or state of a job. A page has at most 1,000 jobs, by default 100, which is the size to ask for where
-        somebody waits: the time goes with it. With as many jobs as the limit, the answer's header Link names the next
-        page.
+        dag_id may be given several times: for jobs of any of these DAGs. Each of up to ten words of text must occur in
+        the id, DAG, task, run or state of a job. A page has at most 1,000 jobs, by default 100, which is the size to
+        ask for where somebody waits: the time goes with it. With as many jobs as the limit, the answer's header Link
+        names the next page.
         """
         given = {"namespace": namespace, "run_id": run_id, "task_id": task_id, "map_index": map_index}
         shared = {part: value for part, value in given.items() if value is not None}
