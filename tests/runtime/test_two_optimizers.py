@@ -88,7 +88,8 @@ def test_the_example_learns_and_trains_the_same_with_any_number_of_workers(tmp_p
     assert "the same, bit for bit, with 1, 2, 4 workers" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("parity", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("parity", [0, 1])
 def test_workers_come_and_die_in_the_turn_of_either(tmp_path, parity):
     def weights(run: Gang) -> dict[str, torch.Tensor]:
         last = list_candidates(run.folder / "checkpoints")[-1]

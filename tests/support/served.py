@@ -32,6 +32,8 @@ class Served:
     """Of all processes that were started: what they leave behind keeps it."""
     python: Path = Path(sys.executable)
     """Whose environment has the ``elasticflow`` command that is started next."""
+    code: Path | None = None
+    """Folder of another release's package, which is started next; None: what the environment has."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -63,6 +65,8 @@ class Served:
         self.state_dir.mkdir(parents=True, exist_ok=True)
         settings = {"state_dir": self.state_dir, "token": self.token, "engine": "fake", **self.settings}
         others = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICFLOW_")}
+        if self.code is not None:
+            others["PYTHONPATH"] = str(self.code)
         serve = [str(self.python.with_name("elasticflow")), "serve"]
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
