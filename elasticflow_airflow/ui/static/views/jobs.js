@@ -9,6 +9,7 @@ import { empty, firstJob, isLive, jobLink, progress, shortName, slackChip, state
 
 const KINDS = { live: 'Live', ended: 'Ended', all: 'All' };
 const PAGE = 100;
+const FRESH_AT_MOST = 500; // So many are kept up to date; pages beyond them show what was so when they were loaded.
 const LIVE_AT_MOST = 1000;
 const LATEST_MS = 30000;
 const TYPING_MS = 300;
@@ -32,6 +33,7 @@ export function open({ main, context, refresh }) {
   const narrowed = Boolean(context.dag_id);
   const state = { kind: narrowed || query.get('dag') ? 'all' : 'live', text: '', dag: query.get('dag'), state: '', sort: null, down: false };
   let newest = null;
+  let wanted = PAGE;
   let older = [];
   let cursor = null;
   let typing = null;
@@ -41,7 +43,7 @@ export function open({ main, context, refresh }) {
 
   const asked = () => ({
     ...context, dag_id: context.dag_id ?? state.dag, text: state.text.trim(), state: state.state,
-    live: { live: true, ended: false }[state.kind], limit: state.kind === 'live' ? LIVE_AT_MOST : PAGE,
+    live: { live: true, ended: false }[state.kind], limit: state.kind === 'live' ? LIVE_AT_MOST : wanted,
   });
 
   async function look(signal) {
@@ -61,6 +63,11 @@ export function open({ main, context, refresh }) {
   }
 
   async function more() {
+    if (state.kind !== 'live' && wanted < FRESH_AT_MOST) {
+      wanted += PAGE;
+      refresh();
+      return;
+    }
     const question = asked();
     try {
       const answer = await api.jobs({ ...question, limit: PAGE, cursor });
@@ -77,6 +84,7 @@ export function open({ main, context, refresh }) {
 
   /** The question has changed: what was loaded for the old one is no answer to it. */
   function anew() {
+    wanted = PAGE;
     older = [];
     cursor = null;
     error = null;
