@@ -276,7 +276,7 @@ def worker_killed_unsaid(stack: Stack, dag_id: str) -> None:
     run = stack.run(dag_id)
     job = killed_for_good(run)
     assert job.orphaned
-    assert "nobody has asked for the job" in job.state_reason
+    assert "no client has polled the job" in job.state_reason
     assert [e.kind for e in run.events("parked")] == ["parked"]
 
 
