@@ -13,7 +13,6 @@ from demo_kit.layout import DemoPaths
 from elasticflow_airflow.api import Event, JobStatus
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint
 from elasticflow_airflow.testing import JobOutcome
-from elasticflow_airflow.times import duration
 
 _LOOK_S, _PROGRESS_S = 0.5, 10.0
 _STYLES = {"admitted": "green", "succeeded": "bold green", "resized": "cyan", "rejected": "red", "failed": "red"}
@@ -91,7 +90,7 @@ class Watcher:
                 if job.step and not job.state.terminal:
                     loss = "" if job.loss is None else f", loss {job.loss:.3f}"
                     speed = f", {job.steps_per_s:.2f} steps/s" if job.steps_per_s else ""
-                    spare = "" if job.slack_s is None else f", {duration(job.slack_s)} to spare"
+                    spare = "" if job.slack_s is None else f", {_length(job.slack_s)} to spare"
                     workers = f"{job.workers} worker{'' if job.workers == 1 else 's'}"
                     done = f"step {job.step} of {job.total_steps or '?'}{loss}, {workers}{speed}{spare}"
                     self.line(f"  {job.identity.task_id:<18} {done}", "dim")
@@ -120,6 +119,13 @@ class Watcher:
         """Whether a job trains after these events."""
         last = next((event.kind for event in reversed(before) if event.kind in ("started", "restarting")), None)
         return last == "started"
+
+
+def _length(seconds: float) -> str:
+    """A length of time, as the service writes it."""
+    minutes, rest = divmod(round(abs(seconds)), 60)
+    sign = "-" if seconds < 0 else ""
+    return f"{sign}{minutes} min {rest} s" if minutes else f"{sign}{rest} s"
 
 
 def clock(at: datetime) -> str:
