@@ -97,9 +97,9 @@ export function open({ main, refresh }) {
   }
 
   function outcome() {
-    if (got.error) return card('Outlook', null, h('p', { class: 'quiet-note' }, got.error.message, got.error.hint ? ` (${got.error.hint})` : ''));
+    if (got.error) return card('Outlook for 24 hours', null, h('p', { class: 'quiet-note' }, got.error.message, got.error.hint ? ` (${got.error.hint})` : ''));
     const { answer } = got;
-    if (!answer) return card('Outlook', null, h('p', { class: 'quiet-note' }, 'Asking the scheduler…'));
+    if (!answer) return card('Outlook for 24 hours', null, h('p', { class: 'quiet-note loading-part', role: 'status' }, 'Asking the scheduler…'));
     const keyOf = (item) => item.job_id ?? `${item.task}@${item.due_at}`;
     const before = new Map(answer.before.items.map((item) => [keyOf(item), item]));
     const after = new Map(answer.after.items.map((item) => [keyOf(item), item]));
