@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 from support.crowded_cluster import DAGS, ENDED, RUNNING, WAITING, CrowdedCluster
-from support.page_browser import IN_A_BROWSER, check_accessibility, shown, wait
+from support.page_browser import IN_A_BROWSER, LIMIT_MS, check_accessibility, shown, wait
 
 pytestmark = IN_A_BROWSER
 
@@ -49,6 +49,7 @@ def look(address: str, manager: Any, chromium: Any) -> Iterator[Callable[..., An
     def open_page(path: str, *, width: int = 1440, scheme: str = "light", routes: Any = None) -> Any:
         context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         opened.append(context)
+        context.set_default_timeout(LIMIT_MS)
         session = manager.generate_jwt(SimpleAuthManagerUser(username="admin", role="admin", teams=None))
         context.add_cookies([{"name": "_token", "value": session, "url": address}])
         page = context.new_page()
