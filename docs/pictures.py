@@ -15,10 +15,9 @@ import secrets
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +42,11 @@ ARRIVALS = (
 
 def prepare_airflow(home: Path) -> None:
     """Give Airflow a home of its own; must happen before anything imports it."""
-    (home / "dags").mkdir()
-    os.environ.update(
-        {
-            "AIRFLOW_HOME": str(home),
-            "AIRFLOW__CORE__DAGS_FOLDER": str(home / "dags"),
-            "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
-            "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
-            "AIRFLOW__API_AUTH__JWT_SECRET": secrets.token_urlsafe(64),
-            "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home}/airflow.db",
-            "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
-        }
-    )
+    from support.page_site import airflow_settings
+
+    os.environ.update(airflow_settings(home))
+    os.environ["AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS"] = "True"
+    os.environ["AIRFLOW__API_AUTH__JWT_SECRET"] = secrets.token_urlsafe(64)
     from airflow.models.dag import DagModel
     from airflow.models.dagbundle import DagBundleModel
     from airflow.utils.db import initdb
@@ -69,48 +61,12 @@ def prepare_airflow(home: Path) -> None:
             session.merge(DagModel(dag_id=dag_id, bundle_name="pictures", is_stale=False))
 
 
-@contextmanager
-def served(source: Any) -> Iterator[tuple[str, str]]:
-    """Serve the page over a service; yields its address and a session."""
-    import uvicorn
+def signed_in() -> str:
+    """Return the session of a user who may see all."""
     from airflow.api_fastapi.app import create_auth_manager
     from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
-    from fastapi import FastAPI
 
-    from elasticflow_airflow.ui.api_app import build_app
-
-    manager = create_auth_manager()
-    outer = FastAPI()
-    outer.mount("/airflow/elasticflow", build_app(source))
-    server = uvicorn.Server(uvicorn.Config(outer, host="127.0.0.1", port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    session = manager.generate_jwt(SimpleAuthManagerUser(username="admin", role="admin", teams=None))
-    yield f"http://127.0.0.1:{port}/airflow/elasticflow/", session
-    server.should_exit = True
-    thread.join(20)
-
-
-def scripted() -> Any:
-    """Return a source that asks the scripted cluster."""
-    import httpx
-    from support.scripted_cluster import ScriptedCluster
-
-    from elasticflow_airflow.client import Endpoint
-    from elasticflow_airflow.hooks import Address
-    from elasticflow_airflow.ui.source import Source
-
-    cluster = ScriptedCluster()
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        status, value = cluster.answer(request.method, request.url.path, request.url.params, request.content)
-        return httpx.Response(status, content=json.dumps(value))
-
-    endpoint = Endpoint(base_url="http://service.test:8321", token="none")  # noqa: S106 - nobody checks it
-    return Source(lambda: Address(endpoint, "default"), transport=httpx.MockTransport(answer))
+    return str(create_auth_manager().generate_jwt(SimpleAuthManagerUser(username="admin", role="admin", teams=None)))
 
 
 def save(picture: bytes, name: str) -> None:
@@ -123,7 +79,8 @@ def save(picture: bytes, name: str) -> None:
 
 def take_stills(chromium: Any, wanted: Callable[[str], bool]) -> None:
     """Take the pictures of the four views."""
-    from support.scripted_cluster import identity
+    from support.page_site import scripted_source, served
+    from support.scripted_cluster import ScriptedCluster, identity
 
     job = identity("fraud_daily")
     views = {
@@ -132,7 +89,8 @@ def take_stills(chromium: Any, wanted: Callable[[str], bool]) -> None:
         "page-job": (f"#/job/{job.dag_id}/{job.job_id}", 1240),
         "page-what-if": ("#/what-if", 860),
     }
-    with served(scripted()) as (address, session):
+    session = signed_in()
+    with served(scripted_source(ScriptedCluster())) as address:
         for name, (path, height) in views.items():
             if not wanted(name):
                 continue
@@ -158,6 +116,7 @@ def _open(chromium: Any, address: str, session: str, path: str, height: int) -> 
 def take_moving(chromium: Any, folder: Path) -> None:
     """Take the moving picture: the timeline of a real service on the fake engine, for most of a minute."""
     from PIL import Image
+    from support.page_site import served
 
     from elasticflow_airflow.client import ElasticFlowClient, Endpoint
     from elasticflow_airflow.hooks import Address
@@ -176,7 +135,8 @@ def take_moving(chromium: Any, folder: Path) -> None:
     try:
         with ElasticFlowClient(endpoint, retry_for_s=60.0) as client:
             client.health()
-            with served(Source(lambda: Address(endpoint, "default"))) as (address, session):
+            with served(Source(lambda: Address(endpoint, "default"))) as address:
+                session = signed_in()
                 begun = time.monotonic()
                 waiting = list(ARRIVALS)
                 page = None

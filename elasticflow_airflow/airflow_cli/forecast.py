@@ -12,9 +12,9 @@ from pydantic import Field, ValidationError
 
 from elasticflow_airflow.airflow_cli.process_context import reading_the_database
 from elasticflow_airflow.api import ForecastAnswer, Wire
-from elasticflow_airflow.cli.connection import BAD_INPUT, AsJson, what_is_wrong
+from elasticflow_airflow.cli.connection import BAD_INPUT, what_is_wrong
 from elasticflow_airflow.cli.forecast import MISSED, NOT_KEPT, Check, FailOnMiss, Hours
-from elasticflow_airflow.cli.terminal.lines import note, print_json, say
+from elasticflow_airflow.cli.terminal.lines import AsJson, note, print_json, say
 
 _AWAY_S = 10.0
 

@@ -54,7 +54,7 @@ class EventKind(StrEnum):
     TARGET_LENGTH = "target_length", Tone.QUIET, "At which step the target loss is expected."
     TARGET_REACHED = "target_reached", Tone.GOOD, "It has reached the target loss."
     TARGET_MISSED = "target_missed", Tone.WARNING, "It has made all its steps without reaching the target loss."
-    CHECKPOINT = "checkpoint", Tone.QUIET, "A checkpoint is verified and is valid from now on."
+    CHECKPOINT = "checkpoint", Tone.QUIET, "A checkpoint is verified, and is used from now on."
     CHECKPOINT_DAMAGED = "checkpoint_damaged", Tone.BAD, "A checkpoint could not be verified, and does not count."
     WARNING = "warning", Tone.WARNING, "Something that its owner should know."
 

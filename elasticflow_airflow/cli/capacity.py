@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from elasticflow_airflow.cli.connection import AsJson, StateDir, Url, client
+from elasticflow_airflow.cli.connection import StateDir, Url, client
 from elasticflow_airflow.cli.forecast import Hours
-from elasticflow_airflow.cli.terminal.lines import print_json, say
+from elasticflow_airflow.cli.terminal.lines import AsJson, print_json, say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.times import local_moment
 

@@ -43,7 +43,6 @@ StateDir = typer.Option(
     None, "--state-dir", envvar="ELASTICFLOW_STATE_DIR", help="State directory of the embedded service."
 )
 JobId = typer.Argument(..., help="Id of the job, as `jobs` lists it, or a part that only one job has.")
-AsJson = typer.Option(False, "--json", help="Print JSON instead of text.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from rich.text import Text
 from elasticflow_airflow import __version__
 from elasticflow_airflow.api import API_VERSION, ServiceCard
 from elasticflow_airflow.api.diagnosis import Diagnosis, Finding, ok, plural, problem, warning
-from elasticflow_airflow.cli.connection import AsJson, StateDir, Url, chosen, locate
+from elasticflow_airflow.cli.connection import StateDir, Url, chosen, locate
+from elasticflow_airflow.cli.terminal.lines import AsJson
 from elasticflow_airflow.client import (
     ElasticFlowClient,
     ElasticFlowError,

@@ -8,8 +8,8 @@ import typer
 from rich.text import Text
 
 from elasticflow_airflow.api import ForecastAnswer, ForecastItem
-from elasticflow_airflow.cli.connection import BAD_INPUT, AsJson, StateDir, Url, client
-from elasticflow_airflow.cli.terminal.lines import print_json, say
+from elasticflow_airflow.cli.connection import BAD_INPUT, StateDir, Url, client
+from elasticflow_airflow.cli.terminal.lines import AsJson, print_json, say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.times import local_moment
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from elasticflow_airflow import __version__
 from elasticflow_airflow.api import Event, JobStatus, State, Wire
 from elasticflow_airflow.cli import amend, capacity, doctor, forecast, logs, node, reproduce, status, submit
-from elasticflow_airflow.cli.connection import AsJson, JobId, StateDir, Url, check_name, client, whole_id
+from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, whole_id
 from elasticflow_airflow.cli.simulator import simulate, synthesize
-from elasticflow_airflow.cli.terminal.lines import print_json
+from elasticflow_airflow.cli.terminal.lines import AsJson, print_json
 from elasticflow_airflow.cli.unowned import SILENT
 
 app = typer.Typer(

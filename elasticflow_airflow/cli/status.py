@@ -11,9 +11,9 @@ import typer
 from rich.text import Text
 
 from elasticflow_airflow.api import ForecastAnswer, Health, State, Wire
-from elasticflow_airflow.cli.connection import BAD_INPUT, AsJson, StateDir, Url, client
+from elasticflow_airflow.cli.connection import BAD_INPUT, StateDir, Url, client
 from elasticflow_airflow.cli.terminal.display import leadership_lines, short_id, task_of
-from elasticflow_airflow.cli.terminal.lines import print_json, say
+from elasticflow_airflow.cli.terminal.lines import AsJson, print_json, say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.client import ElasticFlowError
 from elasticflow_airflow.client.attention import Attention, needing_attention
@@ -27,12 +27,14 @@ _STYLES = {"late": "red", "rejected": "red", "failed": "red"}
 
 
 class Status(Wire):
-    """What ``elasticflow status --json`` prints. ``well``: the service reports no problem, and no job needs attention.
+    """What ``elasticflow status --json`` prints. ``well``: there is no problem, and no job needs attention.
 
-    ``running`` and ``waiting`` count live jobs; ``forecast`` covers 24 hours and is None if it could not be made.
+    ``problems`` are those of the service, and that there is no forecast. ``running`` and ``waiting`` count live jobs;
+    ``forecast`` covers 24 hours and is None if it could not be made.
     """
 
     well: bool
+    problems: list[str]
     health: Health
     running: int
     waiting: int
@@ -50,14 +52,16 @@ def status(url: str | None = Url, state_dir: Path | None = StateDir, as_json: bo
         live = service.list_jobs(live=True, limit=_MOST_JOBS)
         ended = service.list_jobs(live=False, limit=_RECENT)
         attention = needing_attention(live, service.unowned_jobs(), ended, time.time())
+        forecast, problems = None, list(health.problems)
         try:
-            forecast: ForecastAnswer | None = service.forecast(_FORECAST_H)
-        except ElasticFlowError:  # All the rest is known; the output says that this is not.
-            forecast = None
+            forecast = service.forecast(_FORECAST_H)
+        except ElasticFlowError as error:  # All the rest is known.
+            problems.append(f"the forecast could not be made: {error}")
     running = sum(job.state is State.RUNNING for job in live)
     missed = forecast is not None and forecast.not_kept > 0
     found = Status(
-        well=not (health.problems or attention or missed),
+        well=not (problems or attention or missed),
+        problems=problems,
         health=health,
         running=running,
         waiting=len(live) - running,
@@ -79,11 +83,10 @@ def _print(found: Status) -> None:
     say(f"{mark}: elasticflow {health.version}, engine {health.engine}", style)
     say(f"  slots     {held} of {len(health.slots)} in use")
     say(f"  jobs      {found.running} running, {found.waiting} waiting")
-    summary = "cannot be made now" if found.forecast is None else found.forecast.summary
-    say(f"  next day  {summary}")
+    say(f"  next day  {'unknown' if found.forecast is None else found.forecast.summary}")
     for line in [] if health.leadership is None else leadership_lines(health.role, health.leadership):
         say(f"  {line}")
-    for problem in health.problems:
+    for problem in found.problems:
         say(f"  problem   {problem}", "red")
     if found.attention:
         _print_attention(found.attention)

@@ -9,6 +9,7 @@ import typer
 
 from elasticflow_airflow.api import JobStatus
 from elasticflow_airflow.api.owners import UnownedJob
+from elasticflow_airflow.api.submission import name_of
 from elasticflow_airflow.cli.connection import fail
 from elasticflow_airflow.cli.terminal.lines import say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
@@ -71,6 +72,5 @@ def say_cancelled(job: JobStatus) -> None:
 
 def _row(one: UnownedJob) -> tuple[str, ...]:
     identity = one.job.identity
-    index = "" if identity.map_index < 0 else f"[{identity.map_index}]"
-    task = f"{identity.dag_id}.{identity.task_id}{index}, run {identity.run_id}"
+    task = f"{name_of(identity.recurring_key)}, run {identity.run_id}"
     return one.job.job_id, task, str(one.job.state), str(one.job.workers), local_moment(one.since_at), one.why

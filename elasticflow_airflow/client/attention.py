@@ -52,16 +52,25 @@ def needing_attention(
     return sorted(found.values(), key=lambda one: (_ORDER.index(one.trouble), _due(one.job), -one.job.submitted_at))
 
 
-def _of_live(job: JobStatus) -> Attention | None:
+def doubt_of(job: JobStatus) -> Literal["late", "at_risk"] | None:
+    """Return whether a live job is projected to miss its deadline, or may; None if neither, or if it has ended."""
     if job.state.terminal:
         return None
     if job.slack_s is not None and job.slack_s < 0:
-        sentence = f"is projected to finish {duration(-job.slack_s)} after its deadline"
-        return Attention(trouble="late", job=job, sentence=sentence)
-    if job.at_risk:
-        left = "" if job.slack_s is None else f": {duration(job.slack_s)} of slack left"
-        return Attention(trouble="at_risk", job=job, sentence=f"is at risk of missing its deadline{left}")
-    if job.set_aside is not None:
+        return "late"
+    return "at_risk" if job.at_risk else None
+
+
+def _of_live(job: JobStatus) -> Attention | None:
+    slack = "" if job.slack_s is None else duration(abs(job.slack_s))
+    match doubt_of(job):
+        case "late":
+            sentence = f"is projected to finish {slack} after its deadline"
+            return Attention(trouble="late", job=job, sentence=sentence)
+        case "at_risk":
+            left = f": {slack} of slack left" if slack else ""
+            return Attention(trouble="at_risk", job=job, sentence=f"is at risk of missing its deadline{left}")
+    if job.set_aside is not None and not job.state.terminal:
         return Attention(trouble="set_aside", job=job, sentence="is set aside, because the service failed on it")
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import shutil
 import tempfile
@@ -11,28 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from support.page_browser import browser
+from support.page_site import airflow_settings, mounted, scripted_source
 from support.scripted_cluster import TASKS, ScriptedCluster
 
 if "ef-air-" not in os.environ.get("AIRFLOW_HOME", ""):
     # Before anything imports Airflow. Where the Airflow tests run in this process too, their home serves as well.
     HOME = Path(tempfile.mkdtemp(prefix="ef-ui-"))
     atexit.register(shutil.rmtree, HOME, ignore_errors=True)
-    (HOME / "dags").mkdir()
-    os.environ.update(
-        {
-            "AIRFLOW_HOME": str(HOME),
-            "AIRFLOW__CORE__DAGS_FOLDER": str(HOME / "dags"),
-            "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
-            "AIRFLOW__CORE__UNIT_TEST_MODE": "True",
-            "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{HOME}/airflow.db",
-            "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
-        }
-    )
-
-TOKEN = "the service's token, which no browser may see"
+    os.environ.update(airflow_settings(HOME) | {"AIRFLOW__CORE__UNIT_TEST_MODE": "True"})
 
 
 @pytest.fixture
@@ -86,32 +73,16 @@ def manager(airflow_with_dags: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def source(cluster: ScriptedCluster) -> Any:
     """Asks the scripted service, as the connection's client would."""
-    from elasticflow_airflow.client import Endpoint
-    from elasticflow_airflow.hooks import Address
-    from elasticflow_airflow.ui.source import Source
-
-    def serve(request: httpx.Request) -> httpx.Response:
-        if cluster.away:
-            raise httpx.ConnectError("refused")
-        assert request.headers["authorization"] == f"Bearer {TOKEN}"
-        status, value = cluster.answer(request.method, request.url.path, request.url.params, request.content)
-        return httpx.Response(status, content=json.dumps(value))
-
-    endpoint = Endpoint(base_url="http://service.test:8321", token=TOKEN)
-    return Source(lambda: Address(endpoint, "default"), transport=httpx.MockTransport(serve))
+    return scripted_source(cluster)
 
 
 @pytest.fixture
 def browse(manager: Any, source: Any) -> Any:
     """A browser at the mounted page: ``browse()`` anonymous, ``browse("viewer")`` signed in with that role."""
     from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
-    from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
-    from elasticflow_airflow.ui.api_app import build_app
-
-    outer = FastAPI()
-    outer.mount("/airflow/elasticflow", build_app(source))
+    outer = mounted(source)
 
     def open_as(role: str | None = None) -> TestClient:
         client = TestClient(outer, base_url="http://airflow.test/airflow/elasticflow/")

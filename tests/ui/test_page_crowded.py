@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 from support.crowded_cluster import DAGS, ENDED, RUNNING, WAITING, CrowdedCluster
 from support.page_browser import IN_A_BROWSER, LIMIT_MS, check_accessibility, shown, wait
+from support.page_site import served
 
 pytestmark = IN_A_BROWSER
 
@@ -22,22 +21,13 @@ def cluster() -> CrowdedCluster:
 
 @pytest.fixture
 def address(manager: Any, source: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where the page is served, without the rest of Airflow's api-server."""
-    from fastapi import FastAPI
-
+    """Where the page is served; Airflow knows all DAGs of the large cluster."""
     from elasticflow_airflow.ui import api_app
 
     monkeypatch.setattr(api_app, "_known_dags", lambda: frozenset(DAGS))
     monkeypatch.setattr(manager, "get_authorized_dag_ids", lambda **_: set(DAGS), raising=False)
-    outer = FastAPI()
-    outer.mount("/airflow/elasticflow", api_app.build_app(source))
-    server = uvicorn.Server(uvicorn.Config(outer, host="127.0.0.1", port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    wait("the page is served", lambda: server.started)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/airflow/elasticflow/"
-    server.should_exit = True
-    thread.join(20)
+    with served(source) as found:
+        yield found
 
 
 @pytest.fixture

@@ -13,11 +13,10 @@ from rich.console import Console
 
 from elasticflow_airflow.cli.simulator.answering import answering, require_writable
 from elasticflow_airflow.cli.simulator.options import ObjectiveChoice, SettingOptions, TroubleOptions
-from elasticflow_airflow.cli.terminal.lines import note
+from elasticflow_airflow.cli.terminal.lines import AsJson, note
 from elasticflow_airflow.cli.terminal.signatures import with_option_groups
 
 WIDE = 200
-AsJson = typer.Option(False, "--json", help="Print JSON instead of text.")
 
 
 @with_option_groups

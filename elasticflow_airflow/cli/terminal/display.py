@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from elasticflow_airflow.api import Event, Health, JobStatus, LeaderStatus, ReplicaStatus, SlotStatus, State
+from elasticflow_airflow.api.submission import name_of
 from elasticflow_airflow.cli.terminal.lines import say
 from elasticflow_airflow.cli.terminal.tables import Column, print_table
+from elasticflow_airflow.client.attention import doubt_of
 from elasticflow_airflow.times import duration, local_moment, short_moment
 
 _JOBS = (
@@ -68,8 +70,7 @@ def short_id(job_id: str, others: Collection[str]) -> str:
 
 def task_of(job: JobStatus) -> str:
     """Return the job's task as dag.task[index], its middle left out on a terminal if it is long."""
-    identity = job.identity
-    name = f"{identity.dag_id}.{identity.task_id}" + (f"[{identity.map_index}]" if identity.map_index >= 0 else "")
+    name = name_of(job.identity.recurring_key)
     most = _TASK_CHARACTERS if _is_wide() else _TASK_CHARACTERS_NARROW
     if len(name) <= most or not sys.stdout.isatty():
         return name
@@ -97,10 +98,10 @@ def _short_row(job: JobStatus, ids: Collection[str], now: float) -> tuple[str | 
 
 
 def _state(job: JobStatus) -> Text:
-    late = job.slack_s is not None and job.slack_s < 0 and not job.state.terminal
-    trouble = ", late" if late else ", at risk" if job.at_risk and not job.state.terminal else ""
-    style = "red" if trouble else _STYLES.get(str(job.state), "default")
-    return Text(f"{job.state}{trouble}", style=style)
+    doubt = doubt_of(job)
+    if doubt is None:
+        return Text(str(job.state), style=_STYLES.get(str(job.state), "default"))
+    return Text(f"{job.state}, {doubt.replace('_', ' ')}", style="red")
 
 
 def _slack(job: JobStatus) -> str:
@@ -189,9 +190,8 @@ def health_lines(health: Health) -> list[str]:
         *([] if health.leadership is None else leadership_lines(health.role, health.leadership)),
         *(f"problem: {problem}" for problem in health.problems),
     ]
-    lines += [
-        line for _, slots in groupby(health.slots, lambda slot: slot.node_id) for line in _node_lines(list(slots))
-    ]
+    for _, slots in groupby(health.slots, lambda slot: slot.node_id):
+        lines += _node_lines(list(slots))
     return lines
 
 

@@ -8,6 +8,8 @@ import typer
 from pydantic import BaseModel, TypeAdapter
 from rich.console import Console
 
+AsJson = typer.Option(False, "--json", help="Print JSON instead of text.")
+
 
 def say(line: str, style: str | None = None) -> None:
     """Print a line on standard output, as it is: neither wrapped nor parsed as markup."""

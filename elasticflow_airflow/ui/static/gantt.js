@@ -3,7 +3,7 @@
 import { h, s } from './dom.js';
 import * as f from './format.js';
 import { colourOf } from './palette.js';
-import { jobLink } from './parts.js';
+import { isInDoubt, jobLink } from './parts.js';
 
 const ROW = 20;
 const GAP = 3;
@@ -207,8 +207,7 @@ function lanes({ history, cluster, x, from, until, now, byKey, spans }) {
   }
   for (const job of cluster.jobs) {
     if (job.deadline_at === null) continue;
-    const late = job.at_risk || (job.slack_s ?? 0) < 0;
-    due.set(job.job_id, { ...job.identity, job_id: job.job_id, deadline_at: job.deadline_at, tone: late ? 'bad' : 'ok', projected_at: job.projected_finish_at });
+    due.set(job.job_id, { ...job.identity, job_id: job.job_id, deadline_at: job.deadline_at, tone: isInDoubt(job) ? 'bad' : 'ok', projected_at: job.projected_finish_at });
   }
   for (const one of due.values()) {
     if (!inside(one.deadline_at)) continue;

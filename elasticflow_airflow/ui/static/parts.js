@@ -24,12 +24,13 @@ export const chip = (text, tone = 'quiet', mark = null, title = null) =>
 
 export const STATE_NAMES = Object.fromEntries(Object.entries(STATES).map(([state, [text]]) => [state, text]));
 
-const isLate = (job) => isLive(job) && ((job.slack_s ?? 0) < 0 || job.at_risk);
+/** Whether a live job will miss its deadline, or may. */
+export const isInDoubt = (job) => isLive(job) && ((job.slack_s ?? 0) < 0 || job.at_risk);
 
 /** The state of a job; one that will miss its deadline looks like it, whatever its state is. */
 export function stateChip(job) {
   const [text, tone, mark] = STATES[job.state] ?? [job.state, 'quiet', '○'];
-  if (!isLate(job)) return chip(text, tone, mark);
+  if (!isInDoubt(job)) return chip(text, tone, mark);
   return chip(`${text}, ${(job.slack_s ?? 0) < 0 ? 'late' : 'at risk'}`, 'bad', '!');
 }
 

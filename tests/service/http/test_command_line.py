@@ -20,7 +20,8 @@ from elasticflow_airflow.cli.logs import read
 from elasticflow_airflow.cli.main import app
 from elasticflow_airflow.cli.status import Status
 from elasticflow_airflow.cli.terminal.moments import moment_of
-from elasticflow_airflow.client import JobNotFound
+from elasticflow_airflow.client import ElasticFlowClient, JobNotFound
+from elasticflow_airflow.client.errors import ServiceUnavailable
 from elasticflow_airflow.engines.fake.engine import BEHAVIOUR_ENV
 
 
@@ -485,6 +486,20 @@ def test_status_says_what_needs_attention_and_ends_with_1(command, script):
     assert told.exit_code == 1, told.output
     assert told.output.startswith("needs attention: elasticflow ")
     assert "was rejected: " in told.output
+
+
+def test_without_a_forecast_all_is_not_well(command, script, monkeypatch):
+    command("submit", script, "--steps", 20, "--batch", 8, "--best-effort", "--run", "calm")
+
+    def away(*_, **__):
+        raise ServiceUnavailable("it has too much to do", "ask again")
+
+    monkeypatch.setattr(ElasticFlowClient, "forecast", away)
+    told = command("status", "--json")
+    assert told.exit_code == 1, told.output
+    found = Status.model_validate_json(told.stdout)
+    assert (found.well, found.forecast) == (False, None)
+    assert any(problem.startswith("the forecast could not be made: it has too much") for problem in found.problems)
 
 
 def test_the_version_is_an_option_too(command):

@@ -8,7 +8,7 @@ import * as f from '../format.js';
 import { gantt, legend, walk } from '../gantt.js';
 import { colourOf } from '../palette.js';
 import { steer, TimeWindow } from '../time_window.js';
-import { card, chip, confirmed, decisionChip, empty, feedNote, firstJob, fold, isLive, jobLink, outcomeChip, table, tiles, time } from '../parts.js';
+import { card, chip, confirmed, decisionChip, empty, feedNote, firstJob, fold, isInDoubt, isLive, jobLink, outcomeChip, table, tiles, time } from '../parts.js';
 import { needsAttention } from './attention.js';
 
 const RANGES = { '1h': [1, 0.5, '1 hour'], '6h': [6, 3, '6 hours'], '24h': [24, 12, '24 hours'], '7d': [168, 24, '7 days'] };
@@ -21,7 +21,12 @@ const RESTING_MS = 250;
 const YOUNG_S = 1200;
 const LEAST_S = 120;
 const DAY_S = 86400;
-const STEERING = [['earlier', 'Earlier', '◂'], ['farther', 'Zoom out', '−'], ['closer', 'Zoom in', '+'], ['later', 'Later', '▸']];
+const STEERING = {
+  earlier: { label: 'Earlier', sign: '◂', act: (frame, now) => frame.move(-0.5, now) },
+  farther: { label: 'Zoom out', sign: '−', act: (frame, now) => frame.zoom(2, now) },
+  closer: { label: 'Zoom in', sign: '+', act: (frame, now) => frame.zoom(0.5, now) },
+  later: { label: 'Later', sign: '▸', act: (frame, now) => frame.move(0.5, now) },
+};
 
 export function open({ main, refresh }) {
   let range = sessionStorage.getItem('elasticflow.range');
@@ -117,7 +122,7 @@ export function open({ main, refresh }) {
         h('fieldset', { class: 'choice' }, h('legend', { class: 'visually-hidden' }, 'Time shown'),
           Object.entries(RANGES).map(([key, [, , text]]) => h('button', { type: 'button', 'data-action': 'range', value: key, 'aria-pressed': String(frame.follows && key === range), 'data-key': key }, text))),
         h('div', { class: 'choice', role: 'group', 'aria-label': 'Move the time shown', title: 'Ctrl and the wheel zoom, dragging moves. Keys: plus, minus, Shift and arrows.' },
-          STEERING.map(([action, label, sign]) => h('button', { type: 'button', 'data-action': action, 'aria-label': label, 'data-key': action }, sign))),
+          Object.entries(STEERING).map(([action, { label, sign }]) => h('button', { type: 'button', 'data-action': action, 'aria-label': label, 'data-key': action }, sign))),
         frame.follows ? null : h('span', { class: 'muted small', 'data-key': 'shown' }, `${f.moment(from)} – ${f.moment(until, from)}`)),
       feedNote(feed, 'history'),
       left('spans-cut', 'So much was going on that only those blocks are shown that began after ', history.spans_from_at),
@@ -139,9 +144,11 @@ export function open({ main, refresh }) {
       if (action === 'retry') feeds[target.value]?.again();
       if (action === 'best-effort') toBestEffort(target.dataset);
       if (action === 'fold') unfolded[unfolded.has(target.dataset.node) ? 'delete' : 'add'](target.dataset.node);
-      if (action === 'earlier' || action === 'later') frame.move(action === 'later' ? 0.5 : -0.5, cluster.at);
-      if (action === 'closer' || action === 'farther') frame.zoom(action === 'closer' ? 0.5 : 2, cluster.at);
-      if (['earlier', 'later', 'closer', 'farther'].includes(action)) steered();
+      if (STEERING[action]) {
+        STEERING[action].act(frame, cluster.at);
+        steered();
+        return;
+      }
       if (action === 'range') {
         chosen = true;
         sessionStorage.setItem('elasticflow.range', target.value);
@@ -211,7 +218,7 @@ function overview(cluster, { value: week }, forecast) {
 /** No calm that nobody has vouched for: what is late now counts, too, and what is not known is said to be so. */
 export function nextDay({ jobs }, { value: forecast, error }) {
   const title = 'Next 24 hours';
-  const late = jobs.filter((job) => isLive(job) && (job.at_risk || (job.slack_s ?? 0) < 0)).length;
+  const late = jobs.filter(isInDoubt).length;
   const lateNow = late ? `${f.plural(late, 'job')} late or at risk now` : null;
   if (error) return [title, '–', lateNow ?? 'the forecast did not come', late ? 'bad' : 'warn'];
   if (!forecast) return [title, '–', lateNow ?? 'loading…', late ? 'bad' : null];

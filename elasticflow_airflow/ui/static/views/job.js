@@ -17,14 +17,11 @@ const LOG_MS = 2500;
 const PARTS = [['compute_s', 'compute', 'Compute'], ['data_s', 'data', 'Data'], ['reduce_s', 'reduce', 'Reduce'], ['wait_s', 'wait', 'Wait'], ['pause_s', 'pause', 'Pause'], ['save_s', 'save', 'Save'], ['other_s', 'other', 'Other']];
 
 export function open({ main, rest: [dag, job], refresh }) {
-  const got = { story: null, events: [], runs: [] };
+  const got = { story: null, events: [] };
   const state = { incarnation: null, note: null, stacks: null };
   const log = new LogTail(dag, job);
   const feeds = {
-    runs: new Feed((signal) => api.runs(dag, job, signal), RUNS_MS, () => {
-      got.runs = feeds.runs.value ?? [];
-      render();
-    }),
+    runs: new Feed((signal) => api.runs(dag, job, signal), RUNS_MS, render),
     log: new Feed(async (signal) => {
       await log.read(got.story.status, signal);
       return log.name;
@@ -54,7 +51,7 @@ export function open({ main, rest: [dag, job], refresh }) {
     log.draw();
     drawStory(story);
     drawCurve(story);
-    drawRuns(got.runs, status);
+    drawRuns(feeds.runs.value ?? [], status);
   }
 
   function head(story) {
@@ -128,7 +125,7 @@ export function open({ main, rest: [dag, job], refresh }) {
         state.stacks = await api.stacks(dag, job);
         return 'The stacks are below the log.';
       });
-      else if (action === 'export') saveAsPage(main, `${job}.html`, jobName(got.story.status.identity), got).catch((error) => {
+      else if (action === 'export') saveAsPage(main, `${job}.html`, jobName(got.story.status.identity), { ...got, runs: feeds.runs.value ?? [] }).catch((error) => {
         state.note = { tone: 'bad', text: error.message };
         render();
       });
