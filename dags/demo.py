@@ -90,7 +90,8 @@ def _run_here(layout: DemoPaths, console: Console, ending: ExitStack) -> int:
     environment = layout.environment()
     if sys.stdout.isatty():
         environment["ELASTICFLOW_IDLE_EXIT_S"] = str(_STAYS_UP_S)
-    stretch = pace.stretch_for(pace.measure(SLOTS))
+    gflops = pace.measure(SLOTS)
+    stretch = pace.stretch_for(gflops)
     meanwhile = Meanwhile(
         layout,
         layout.endpoint(environment),
@@ -98,7 +99,7 @@ def _run_here(layout: DemoPaths, console: Console, ending: ExitStack) -> int:
         lambda what: console.print(f"       {what}", style="bold magenta"),
     )
     ending.callback(meanwhile.end)
-    status = _run_days(layout, environment, ending)
+    status = _run_days(layout, environment, ending, str(gflops))
     for what in meanwhile.end():
         console.print(f"this machine was too busy to show one thing: {what}", style="yellow")
     return status
@@ -116,10 +117,10 @@ def _stay_up(layout: DemoPaths, console: Console) -> None:
         page.wait_while_it_runs(layout)
 
 
-def _run_days(layout: DemoPaths, environment: dict[str, str], ending: ExitStack) -> int:
-    """Run the process with Airflow; return its exit status."""
+def _run_days(layout: DemoPaths, environment: dict[str, str], ending: ExitStack, *more: str) -> int:
+    """Run the process with Airflow, given ``more`` arguments; return its exit status."""
     days = subprocess.Popen(
-        [sys.executable, "-m", "demo_kit.days", str(layout.root)],
+        [sys.executable, "-m", "demo_kit.days", str(layout.root), *more],
         cwd=DAGS,
         env=environment,
         stdin=subprocess.DEVNULL,
