@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import signal
 from fnmatch import fnmatch
 from typing import Any
@@ -68,6 +69,13 @@ class Rooms(LoadScopeScheduling):
 def is_training(scope: str) -> bool:
     """Whether the tests of a file train for long."""
     return any(fnmatch(scope.removeprefix("tests/"), f"{pattern}*") for pattern in TRAINING)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected alone: each garbage collection would walk through it, for nothing."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

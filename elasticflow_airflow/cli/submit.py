@@ -162,14 +162,15 @@ def _await_verdict(service: ElasticFlowClient, job: JobStatus, submission: JobSu
 
     Returns early for a job that was submitted with ``on_reject="wait"`` and waits for capacity.
     """
-    said = ""
+    said, pause_s = "", _POLL_S / 16
     while _is_open(job, submission) and not job.state.terminal:
         if submission.on_reject == "wait" and job.state is State.WAITING:
             break
         if job.state_reason not in ("", said):
             said = job.state_reason
             note(f"{job.job_id}: not decided yet, {said}")
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_S)  # Most verdicts come at once; some take until a speed is measured.
         job = service.status(job.job_id)
     return job
 

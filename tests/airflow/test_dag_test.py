@@ -125,6 +125,7 @@ async def tell() -> None:
     """A deadline alert's callback."""
 
 
+@pytest.mark.slow
 def test_a_deadline_from_an_alert_whose_interval_is_a_variable(run_dag, new_dag, client, monkeypatch, capsys):
     """dag.test() ends with an error when the DAG has an alert (seen in 3.3.2): it is taken off, and still counts."""
     alert = DeadlineAlert(

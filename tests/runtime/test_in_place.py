@@ -70,6 +70,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
         return trained(one)[0]
 
 
+@pytest.mark.slow
 def test_grow_shrink_and_move_while_it_trains(gang, expected):
     run = gang(step_s=0.1)
     run.plan("a")

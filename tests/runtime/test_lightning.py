@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -15,18 +17,28 @@ from typing import Any
 import pytest
 import torch
 from support.gang import Gang
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from elasticflow_airflow.runtime.frameworks import lightning_limits as limits
 from elasticflow_airflow.runtime.protocol import ReportKind, RescaleMode
 from elasticflow_airflow.runtime.stores.manifest import promote, verify_candidate
 
-pl = pytest.importorskip("lightning.pytorch", reason="PyTorch Lightning is not installed: pip install lightning")
+if importlib.util.find_spec("lightning") is None:
+    pytest.skip("PyTorch Lightning is not installed: pip install lightning", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/support/train_lightning.py"
 EPOCHS, STEPS_PER_EPOCH, SAMPLES = 10, 6, 90
+
+
+class _Later:
+    """What is in ``support.lightning_modules``, imported when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("support.lightning_modules"), name)
+
+
+modules: Any = _Later()
 
 
 def make_gang(root: Path, step_s: float = 1.0, name: str = "lightning.pytorch", **env: str) -> Gang:
@@ -180,23 +192,6 @@ def test_stop_save_and_restart_in_the_middle_of_an_epoch(gang, expected):
     used_once(run)
 
 
-class Small(pl.LightningModule):
-    """A regression; a test takes one thing from it, or adds one."""
-
-    optimizers_wanted = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(4, 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        inputs, targets = batch
-        return nn.functional.mse_loss(self.model(inputs), targets)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.optimizers_wanted)]
-
-
 def dataset() -> TensorDataset:
     inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(5))
     return TensorDataset(inputs, inputs[:, :2] * 2)
@@ -218,38 +213,28 @@ def fit(session_globals: None) -> Callable[..., Any]:
         strategy = ElasticStrategy(logical_workers=logical_workers, lengths=lengths)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         settings = {"max_epochs": 2, "accelerator": "cpu", "enable_checkpointing": False, **quiet, **options}
-        module = module or Small()
-        trainer = pl.Trainer(strategy=strategy, **settings)
+        module = module or modules.Small()
+        trainer = modules.pl.Trainer(strategy=strategy, **settings)
         trainer.fit(module, loader or DataLoader(dataset(), batch_size=4, shuffle=True), ckpt_path=ckpt_path)
         return trainer
 
     return run
 
 
-def changed(**changes: Any) -> Any:
-    return type("Changed", (Small,), changes)()
-
-
-def manual() -> Any:
-    module = Small()
-    module.automatic_optimization = False
-    return module
-
-
 REFUSED = {
-    "manual optimization": lambda fit: fit(manual()),
-    "several optimizers": lambda fit: fit(changed(optimizers_wanted=2)),
-    "no optimizer": lambda fit: fit(changed(configure_optimizers=lambda self: None)),
-    "LBFGS": lambda fit: fit(changed(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters()))),
-    r"backward\(\) of its own": lambda fit: fit(changed(backward=lambda self, loss: loss.backward())),
+    "manual optimization": lambda fit: fit(modules.manual()),
+    "several optimizers": lambda fit: fit(modules.changed(optimizers_wanted=2)),
+    "no optimizer": lambda fit: fit(modules.changed(configure_optimizers=lambda self: None)),
+    "LBFGS": lambda fit: fit(modules.changed(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters()))),
+    r"backward\(\) of its own": lambda fit: fit(modules.changed(backward=lambda self, loss: loss.backward())),
     "accumulate_grad_batches=2": lambda fit: fit(accumulate_grad_batches=2),
     "num_nodes=2": lambda fit: fit(num_nodes=2),
     "devices=2": lambda fit: fit(devices=2),
     "limit_train_batches": lambda fit: fit(limit_train_batches=3),
     "fast_dev_run": lambda fit: fit(fast_dev_run=True),
-    "WeightAveraging": lambda fit: fit(callbacks=[pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1)]),
-    "FSDPPrecision": lambda fit: fit(plugins=[pl.plugins.FSDPPrecision("bf16-true")]),
-    "DeepSpeedPrecision": lambda fit: fit(plugins=[pl.plugins.DeepSpeedPrecision("32-true")]),
+    "WeightAveraging": lambda fit: fit(callbacks=[modules.pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1)]),
+    "FSDPPrecision": lambda fit: fit(plugins=[modules.pl.plugins.FSDPPrecision("bf16-true")]),
+    "DeepSpeedPrecision": lambda fit: fit(plugins=[modules.pl.plugins.DeepSpeedPrecision("32-true")]),
     "WeightedRandomSampler": lambda fit: fit(
         loader=DataLoader(dataset(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 20, 20))
     ),
@@ -292,7 +277,7 @@ def test_lightnings_own_checkpoints_hold_weights_not_the_place_in_training(fit, 
 def test_a_metric_object_in_the_training_step_is_refused(fit):
     from torchmetrics import MeanMetric
 
-    class Metered(Small):
+    class Metered(modules.Small):
         def __init__(self) -> None:
             super().__init__()
             self.mean = MeanMetric()
@@ -310,7 +295,7 @@ def test_a_metric_object_in_the_training_step_is_refused(fit):
 def test_the_user_hooks_see_each_share_and_the_sum(fit):
     seen: dict[str, list[Any]] = {"shares": [], "gradients": [], "before": []}
 
-    class Hooked(Small):
+    class Hooked(modules.Small):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             seen["shares"].append(len(batch[0]))
             return batch
@@ -328,51 +313,6 @@ def test_the_user_hooks_see_each_share_and_the_sum(fit):
     assert seen["gradients"] == seen["before"]
 
 
-class Hooks(pl.Callback):
-    """Writes down what Lightning calls, in which order, and where it says that it is."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        for name in (
-            "on_train_start",
-            "on_train_epoch_start",
-            "on_train_batch_start",
-            "on_before_backward",
-            "on_after_backward",
-            "on_before_optimizer_step",
-            "on_train_batch_end",
-            "on_validation_end",
-            "on_train_epoch_end",
-            "on_train_end",
-        ):
-            setattr(self, name, self._writer(name))
-
-    def _writer(self, name: str) -> Callable[..., None]:
-        def write(trainer: Any, *_: Any) -> None:
-            rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-            self.calls.append((name, trainer.current_epoch, trainer.global_step, rates))
-
-        return write
-
-
-def logged(**changes: Any) -> Any:
-    def training_step(self: Any, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = Small.training_step(self, batch, batch_idx)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", Small.training_step(self, batch, batch_idx))
-
-    def configure_optimizers(self: Any) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-    torch.manual_seed(3)
-    steps = {"training_step": training_step, "validation_step": validation_step}
-    return changed(**steps, configure_optimizers=configure_optimizers, **changes)
-
-
 def weights(module: Any) -> list[float]:
     return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]).tolist()
 
@@ -380,13 +320,13 @@ def weights(module: Any) -> list[float]:
 def test_one_logical_worker_is_what_lightning_does_without_us(fit):
     results = []
     for elastic in (True, False):
-        module, hooks = logged(val_dataloader=lambda self: DataLoader(dataset(), batch_size=5)), Hooks()
+        module, hooks = modules.logged(val_dataloader=lambda self: DataLoader(dataset(), batch_size=5)), modules.Hooks()
         options: dict[str, Any] = {"callbacks": [hooks], "max_epochs": 3, "gradient_clip_val": 0.5}
         loader = DataLoader(dataset(), batch_size=6)
         if elastic:
             trainer = fit(module, loader, logical_workers=1, **options)
         else:
-            trainer = pl.Trainer(
+            trainer = modules.pl.Trainer(
                 accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **options
             )
             trainer.fit(module, loader)
@@ -403,9 +343,11 @@ def test_a_seed_decides_on_weights_and_order(session_globals, monkeypatch, tmp_p
         monkeypatch.setenv("ELASTICFLOW_CHECKPOINT_DIR", str(tmp_path / f"seed-{seed}-{len(list(tmp_path.iterdir()))}"))
         strategy = ElasticStrategy(seed=seed)
         assert strategy.session.seed == (seed or 0)
-        module = Small()
+        module = modules.Small()
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = pl.Trainer(strategy=strategy, max_epochs=1, accelerator="cpu", enable_checkpointing=False, **quiet)
+        trainer = modules.pl.Trainer(
+            strategy=strategy, max_epochs=1, accelerator="cpu", enable_checkpointing=False, **quiet
+        )
         trainer.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
         return module.model.weight.detach().clone()
 
@@ -430,13 +372,13 @@ def test_messages_of_the_session_name_nothing_that_a_user_of_lightning_does_not_
 def test_an_epoch_without_its_short_last_batch_is_what_lightning_makes_of_it(fit, capsys):
     results = []
     for elastic in (True, False):
-        module = logged()
+        module = modules.logged()
         loader = DataLoader(dataset(), batch_size=6, drop_last=True)
         if elastic:
             trainer = fit(module, loader, logical_workers=1)
         else:
             quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-            trainer = pl.Trainer(accelerator="cpu", max_epochs=2, **quiet)
+            trainer = modules.pl.Trainer(accelerator="cpu", max_epochs=2, **quiet)
             trainer.fit(module, loader)
         results.append((weights(module), trainer.global_step, trainer.current_epoch, trainer.num_training_batches))
     assert results[0] == results[1]
@@ -448,7 +390,7 @@ def test_samples_of_similar_length_share_a_batch(fit):
     lengths = [(3 * number) % 20 for number in range(20)]
     seen: list[list[int]] = []
 
-    class Look(pl.Callback):
+    class Look(modules.pl.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             seen.append([lengths[index] for index in batch.batch.indices])
 
@@ -460,7 +402,7 @@ def test_samples_of_similar_length_share_a_batch(fit):
 
 
 def test_sigterm_saves_at_the_next_step_and_the_next_start_goes_on(fit, tmp_path, monkeypatch):
-    class Terminate(pl.Callback):
+    class Terminate(modules.pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 7:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -468,19 +410,19 @@ def test_sigterm_saves_at_the_next_step_and_the_next_start_goes_on(fit, tmp_path
     for name in ("undisturbed", "stopped"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "undisturbed")
-    undisturbed = fit(logged())
+    undisturbed = fit(modules.logged())
     monkeypatch.chdir(tmp_path / "stopped")
     with pytest.raises(SystemExit) as left:
-        fit(logged(), callbacks=[Terminate()])
+        fit(modules.logged(), callbacks=[Terminate()])
     assert left.value.code == 0
-    module = logged()
+    module = modules.logged()
     trainer = fit(module)
     assert weights(module) == weights(undisturbed.lightning_module)
     assert trainer.callback_metrics == undisturbed.callback_metrics  # the epoch's mean, too
 
 
 def test_an_early_end_is_told_as_one_that_is_meant(fit, capsys):
-    class Stop(pl.Callback):
+    class Stop(modules.pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.should_stop = trainer.global_step == 3
 

@@ -287,6 +287,25 @@ def nobody_cuts_the_power() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def each_statement_is_compiled_once() -> Iterator[None]:
+    """All SQLite databases of this process share a dialect, and what it has compiled: some thirty statements a test."""
+    opened: list[sa.Engine] = []
+    open_engine = store._open_engine
+
+    def with_shared_dialect(url: str) -> sa.Engine:
+        engine = open_engine(url)
+        if engine.dialect.name == "sqlite":
+            opened[:] = opened or [engine]
+            engine.dialect = engine.pool._dialect = opened[0].dialect
+            engine._compiled_cache = opened[0]._compiled_cache
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_open_engine", with_shared_dialect)
+        yield
+
+
 @pytest.fixture(scope="session")
 def migrated_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty database with its tables, to be copied: the migrations take longer than most tests."""

@@ -80,6 +80,7 @@ def test_airflow_that_is_imported_first_is_refused_and_the_message_says_where_to
     assert 'addopts = ["-p", "elasticflow_airflow.testing"]' in said
 
 
+@pytest.mark.slow
 def test_homes_are_where_a_socket_finds_room_however_long_the_folder_for_temporary_files_is(
     project, temporary, run_pytest
 ):
@@ -104,6 +105,7 @@ def test_loading_the_plugin_imports_no_airflow_and_no_torch(project, run_pytest)
     run_pytest(project, AIRFLOW__SECRETS__BACKEND="somewhere.Real", ELASTICFLOW_POLICY="fifo", AIRFLOW_HOME="/nowhere")
 
 
+@pytest.mark.slow
 def test_a_home_whose_process_was_killed_is_removed_by_the_next(project, temporary, run_pytest):
     abandoned = temporary / "ef-test-abandoned"
     abandoned.mkdir()

@@ -63,6 +63,7 @@ def upgrade_under(link: Path, state: str, *names: str, then: str = "") -> subpro
     )
 
 
+@pytest.mark.slow
 def test_a_worker_that_trains_finds_what_it_asks_for(link: Path) -> None:
     done = upgrade_under(link, "begun", *NAMES)
     assert done.returncode == 0, done.stderr[-2000:]

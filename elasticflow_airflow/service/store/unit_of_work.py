@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.orm.exc import StaleDataError
 
 from elasticflow_airflow.api import EventKind
 from elasticflow_airflow.api.event_data import EventData, kind_and_data
@@ -47,6 +49,8 @@ _R = TypeVar("_R", bound=Base)
 
 _SAMPLES = cast(sa.Table, SampleRow.__table__)
 """Not the mapped class: that would write rows without a loss, or without a speed, with statements of their own."""
+_KEY = "of_"
+"""Begins the names of the parameters by which a row is found."""
 _DRAIN_ANEW = "say anew with elasticflow drain when it goes away, or with --undo that it stays"
 _FORGET = "delete its row from the table avoided_slot"
 
@@ -277,7 +281,8 @@ class UnitOfWork(Reader):
             try:
                 self._write_events()
                 self._write_changes()
-                self.session.flush()
+                if new or self.session.deleted:
+                    self.session.flush()
                 if self._samples:
                     self.session.execute(sa.insert(_SAMPLES), self._samples)
                 for statement, rows in self._orders:
@@ -288,6 +293,7 @@ class UnitOfWork(Reader):
                     raise
                 raise doubled from error
             crashpoints.point("before commit")
+            self.session.expunge_all()  # Otherwise a flush would look once more for changes in each row.
             self.session.commit()
         crashpoints.point("after commit")
 
@@ -331,11 +337,26 @@ class UnitOfWork(Reader):
             if names:
                 changed.setdefault((type(row), names), []).append(row)
         for (kind, names), rows in changed.items():
-            columns = {*names, *(str(key.key) for key in sa.inspect(kind).primary_key)}
-            values = [{name: getattr(row, name) for name in columns} for row in rows]
-            self.session.execute(sa.update(kind), values, execution_options={"synchronize_session": False})
+            keys = [str(key.key) for key in sa.inspect(kind).primary_key]
+            values = [
+                {**{name: getattr(row, name) for name in names}, **{_KEY + key: getattr(row, key) for key in keys}}
+                for row in rows
+            ]
+            connection = self.session.connection()
+            written = connection.execute(_update(kind, names), values)
+            counted = len(rows) == 1 or connection.dialect.supports_sane_multi_rowcount
+            if counted and written.rowcount != len(rows):
+                raise StaleDataError(f"a row of {kind.__tablename__} that changed is not stored any more")
             for row, name in product(rows, names):
                 set_committed_value(row, name, getattr(row, name))
+
+
+@lru_cache(maxsize=1000)
+def _update(kind: type[Base], names: frozenset[str]) -> sa.Update:
+    """Return the statement that writes these columns of a row: to build one costs as much as to run it."""
+    table = cast(sa.Table, kind.__table__)
+    row = (key == sa.bindparam(_KEY + str(key.key)) for key in table.primary_key)
+    return sa.update(table).where(*row).values({name: sa.bindparam(name) for name in sorted(names)})
 
 
 @contextmanager

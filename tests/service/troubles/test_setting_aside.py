@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
+from support.cases import slow
 from support.raw_columns import as_stored, holds_json
 from support.service_parts import insight_of, parts_of
 
@@ -507,7 +508,7 @@ def test_what_nobody_can_read_of_one_job_hides_no_other(pair, table, wrong):
     assert world.ended(good).state == world.ended(late).state == "succeeded"
 
 
-@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("restarts", [False, *slow(True)])
 @pytest.mark.parametrize("notes", [[], {"leaving_at": "soon"}, {"leaving_at": 1e300}, {"leaving_at": -1e300}])
 def test_what_was_noted_of_a_gang_that_does_not_leave_stops_nobody(make_world, notes, restarts):
     """All are planned around such gangs, so what cannot be read of one would be in the way of all."""
@@ -528,7 +529,7 @@ def test_what_was_noted_of_a_gang_that_does_not_leave_stops_nobody(make_world, n
     assert world.ended(good).state == world.ended(late).state == "succeeded"
 
 
-@pytest.mark.parametrize("stands", ["lives", "to end", "ended"])
+@pytest.mark.parametrize("stands", ["ended", *slow("lives", "to end")])
 @pytest.mark.parametrize(
     "wrong",
     [
