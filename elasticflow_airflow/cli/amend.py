@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from elasticflow_airflow.api import AmendRequest
+from elasticflow_airflow.api import AmendRequest, State
 from elasticflow_airflow.api.training_options import MOMENT_FORMS
 from elasticflow_airflow.cli.connection import JobId, StateDir, Url, check_name, client, fail, whole_id
 from elasticflow_airflow.cli.terminal.lines import say
@@ -26,7 +26,10 @@ def amend(
     best_effort: bool = typer.Option(False, "--best-effort", help="Drop the deadline."),
     value: float | None = typer.Option(None, "--value", min=1e-9, help="What meeting the deadline is worth."),
 ) -> None:
-    """Change a job's deadline or value, if that can be promised; otherwise nothing changes (status 3)."""
+    """Change a job's deadline or value, if that can be promised; otherwise nothing changes (status 3).
+
+    Of a job that was rejected, failed or cancelled, what its next attempt asks for: then clear its task in Airflow.
+    """
     check_name(job_id)
     if deadline is None and not best_effort and value is None:
         raise typer.BadParameter("nothing to change: give --deadline, --best-effort or --value")
@@ -36,7 +39,7 @@ def amend(
     with client(url, state_dir) as service:
         job_id = whole_id(service, job_id)
         job = service.status(job_id)
-        if job.state.terminal:
+        if job.state is State.SUCCEEDED:
             fail(f"job {job_id} is {job.state}: there is nothing left to change")
         kept_at = job.deadline_at if wanted_at is None and not best_effort else wanted_at
         request = AmendRequest(claim=job.claim, deadline_at=kept_at, value=value, best_effort=best_effort)

@@ -35,16 +35,20 @@ from airflow.utils.session import create_session
 with create_session() as session:
     session.merge(DagBundleModel(name="page"))
     session.flush()
-    for dag_id in ("fraud", "ranker"):
+    for dag_id in ("fraud",):
         session.merge(DagModel(dag_id=dag_id, bundle_name="page", is_stale=False))
 """
-NIGHTLY = """
+WHOLE_DAGS = """
 from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG
-with DAG("nightly", schedule=None):
-    EmptyOperator(task_id="train") >> EmptyOperator(task_id="report")
+for dag_id in ("nightly", "ranker"):
+    with DAG(dag_id, schedule=None):
+        EmptyOperator(task_id="train") >> EmptyOperator(task_id="report")
 """
-"""A DAG that Airflow knows all of, so that it shows pages about its runs and tasks."""
+"""DAGs that Airflow knows all of, so that it shows pages about their runs and tasks."""
+
+
+RANKERS_TASK = "ranker/dagRuns/manual__1/taskInstances/train"
 
 
 @dataclass
@@ -62,16 +66,21 @@ class Site:
         answer.raise_for_status()
         return str(answer.json()["access_token"])
 
-    def add_run(self, dag_id: str, run_id: str) -> None:
-        """A run of a DAG as Airflow knows it; nobody executes its tasks."""
-        answer = httpx.post(
-            f"{self.url}api/v2/dags/{dag_id}/dagRuns",
-            json={"dag_run_id": run_id, "logical_date": None},
+    def ask_airflow(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        answer = httpx.request(
+            method,
+            f"{self.url}api/v2/dags/{path}",
+            json=body,
             headers={"Authorization": f"Bearer {self.session('admin')}"},
             timeout=60,
             trust_env=False,
         )
         answer.raise_for_status()
+        return answer.json()
+
+    def add_run(self, dag_id: str, run_id: str) -> None:
+        """A run of a DAG as Airflow knows it; nobody executes its tasks."""
+        self.ask_airflow("POST", f"{dag_id}/dagRuns", {"dag_run_id": run_id, "logical_date": None})
 
     def submit(self, dag_id: str, steps: int, **given: Any) -> JobStatus:
         """A job as an operator would submit it; the lease outlasts the tests."""
@@ -167,7 +176,7 @@ def site() -> Iterator[Site]:
 
     try:
         start("service", service, "-m", "elasticflow_airflow.service")
-        (home / "dags" / "nightly.py").write_text(NIGHTLY)
+        (home / "dags" / "whole.py").write_text(WHOLE_DAGS)
         for command in (
             ["-m", "airflow", "db", "migrate"],
             ["-c", ADD_DAGS],
@@ -186,7 +195,9 @@ def site() -> Iterator[Site]:
             wait("two jobs train", lambda: all(made.status(dag).step > 20 for dag in ("nightly", "fraud")))
             wait("one is refused", lambda: made.status("ranker").state is State.REJECTED)
             wait("Airflow is there", lambda: answers(f"{made.url}api/v2/version"), 240)
-            made.add_run("nightly", "manual__1")
+            for dag_id in ("nightly", "ranker"):
+                made.add_run(dag_id, "manual__1")
+            made.ask_airflow("PATCH", RANKERS_TASK, {"new_state": "failed"})
             yield made
     except BaseException:
         for log in home.glob("*.out"):
@@ -435,6 +446,36 @@ def test_an_administrator_moves_a_deadline_by_what_if(look: Any, site: Site) -> 
     page.get_by_role("dialog").get_by_role("button", name="Apply").click()
     page.get_by_text("The deadline was changed.").first.wait_for()
     assert site.status("nightly").deadline_at == pytest.approx(before + 1800, abs=60)
+
+
+def test_a_viewer_reads_why_a_job_was_rejected_and_changes_nothing(look: Any, site: Site) -> None:
+    page = look("viewer", site.job("ranker"))
+    card = page.get_by_role("region", name="What can be done")
+    card.get_by_text("The earliest feasible deadline was").wait_for()
+    assert card.get_by_role("button").count() == 0
+    assert card.get_by_role("link", name="Open the task").count() == 1
+    for name in ("Course", "Scaling", "Checkpoints"):  # empty charts
+        assert page.get_by_role("heading", name=name).count() == 0
+
+
+def test_a_rejected_job_is_submitted_for_a_later_deadline(look: Any, site: Site) -> None:
+    page = look("admin", "elasticflow/")
+    item = page.get_by_role("region", name="Needs attention").get_by_role("listitem").filter(has_text="ranker")
+    item.get_by_role("button", name="Submit for").wait_for()
+    check_accessibility(page, "a rejected job")
+    item.get_by_role("button", name="Submit for").click()
+    page.get_by_role("dialog").get_by_role("button", name="Submit").click()
+    page.get_by_text("The task was cleared: its new attempt asks for the deadline").first.wait_for()
+    assert site.ask_airflow("GET", RANKERS_TASK)["state"] is None
+    rejected = site.status("ranker")
+    assert rejected.state is State.REJECTED, "until Airflow has started the task again"
+    again = site.submit("ranker", 10**7, deadline_at=rejected.deadline_at)
+    assert again.verdict.decision == "admitted"
+    earliest_at = rejected.verdict.earliest_deadline_at
+    assert again.deadline_at is not None
+    assert earliest_at is not None
+    assert 0 < again.deadline_at - earliest_at - (time.time() - rejected.submitted_at) < 130
+    site.service.cancel(again.job_id, again.claim, "enough")
 
 
 def test_a_change_that_would_be_refused_is_shown_as_refused(look: Any) -> None:

@@ -24,6 +24,7 @@ from elasticflow_airflow.api import (
     JobSubmission,
     State,
 )
+from elasticflow_airflow.api.event_data import AmendedData
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.job_files.snapshots import SHA256, SnapshotLostError, Snapshots
 from elasticflow_airflow.service.notify import Notifier
@@ -108,7 +109,7 @@ class JobService:
                 self._supersede(row)
                 resumes = row is not None and asked is not None and _resumable(row, asked, submission)
                 row = self._open(tx, job, row if resumes else None, submission, sealed)
-                created, warnings, amendment_id, replaced = True, [], None, None
+                created, warnings, amendment_id, replaced = True, self._take_terms(tx, row), None, None
             job.claim = _next(job.claim)
             claim, incarnation = job.claim, row.incarnation
             if key is not None:
@@ -244,7 +245,10 @@ class JobService:
         return self.status(job_id)
 
     def amend(self, job_id: str, request: AmendRequest) -> int:
-        """Ask for another deadline or value; returns the amendment's id for the answer. Raises Refusal 404, 409."""
+        """Ask for another deadline or value; returns the amendment's id for the answer. Raises Refusal 404, 409.
+
+        Of a job that was rejected, failed or cancelled, it changes what its later attempts ask for.
+        """
         with self.store.write() as tx:
             _, row = _claimed(tx, job_id, request.claim)
             amendment = AmendmentRow(
@@ -254,6 +258,11 @@ class JobService:
                 value=request.value,
                 best_effort=request.best_effort,
             )
+            if row.terminal and row.state != State.SUCCEEDED:
+                amendment.answer = _for_next_attempt(request, self.clock())
+                if amendment.answer.accepted:
+                    terms = AmendedData(deadline_at=request.deadline_at, value=request.value or row.value)
+                    tx.add_event(terms, amendment.answer.reason, row)
             tx.add(amendment)
             tx.session.flush()
             amendment_id = amendment.amendment_id
@@ -377,6 +386,24 @@ class JobService:
         tx.session.flush()
         return warnings, amendment.amendment_id
 
+    def _take_terms(self, tx: Writer, row: IncarnationRow) -> list[str]:
+        """Give a new attempt the deadline and value that were set after the last one; returns warnings that say so.
+
+        If the attempt itself asks for a later deadline, that is used.
+        """
+        terms = tx.terms_of_next_attempt(row.job_id)
+        if terms is None:
+            return []
+        row.value = terms.value or row.value
+        if row.best_effort or (terms.deadline_at is None and not terms.best_effort):
+            return []
+        if terms.deadline_at is not None and terms.deadline_at <= max(self.clock(), row.deadline_at or 0.0):
+            return []
+        row.deadline_at, row.best_effort = terms.deadline_at, terms.best_effort
+        row.submission = row.submission.model_copy(update={"latest_deadline_at": None})
+        set_to = "is best effort" if terms.deadline_at is None else f"has the deadline {moment(terms.deadline_at)}"
+        return [f"this attempt {set_to}, as was set after the last one, and not what its DAG asks for"]
+
     def _warn_of_changed_code(self, old: str, new: str) -> list[str]:
         if old == new:
             return []
@@ -444,6 +471,23 @@ class JobService:
         )
         tx.add(row)
         return row
+
+
+def _for_next_attempt(request: AmendRequest, now: float) -> AmendmentAnswer:
+    """Answer an amendment of a job that has ended; whether its deadline can be promised is decided with the attempt."""
+    if request.best_effort:
+        asks = Reason("is best effort")
+    elif request.deadline_at is not None:
+        if request.deadline_at <= now:
+            passed = Reason("{deadline_at:moment} has passed already", deadline_at=request.deadline_at)
+            return AmendmentAnswer(accepted=False, reason=passed)
+        asks = Reason("asks for the deadline {deadline_at:moment}", deadline_at=request.deadline_at)
+    elif request.value is not None:
+        asks = Reason("has the value {value:g}", value=request.value)
+    else:
+        return AmendmentAnswer(accepted=False, reason=Reason("nothing to change was given"))
+    reason = Reason("the next attempt {asks}; it begins when the task is cleared, or submitted again", asks=asks)
+    return AmendmentAnswer(accepted=True, reason=reason, for_next_attempt=True)
 
 
 def _next(count: int) -> int:

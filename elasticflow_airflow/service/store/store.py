@@ -609,6 +609,15 @@ class Reader:
         answers = ((row.amendment_id, readable(row.answer)) for row in self.session.scalars(query))
         return {amendment_id: answer for amendment_id, answer in answers if answer is not None}
 
+    def terms_of_next_attempt(self, job_id: str) -> AmendmentRow | None:
+        """Return the newest amendment of a job that applies to its later attempts, or None."""
+        query = sa.select(AmendmentRow).where(AmendmentRow.job_id == job_id, AmendmentRow.answer.is_not(None))
+        for amendment in self.session.scalars(query.order_by(AmendmentRow.amendment_id.desc())):
+            answer = readable(amendment.answer)
+            if answer is not None and answer.accepted and answer.for_next_attempt:
+                return amendment
+        return None
+
     def events(self, after: int, job_id: str | None, limit: int) -> list[EventRow]:
         """Return events with an id larger than ``after``, oldest first."""
         query = sa.select(EventRow).where(EventRow.event_id > after).order_by(EventRow.event_id).limit(limit)

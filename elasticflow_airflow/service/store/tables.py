@@ -300,7 +300,7 @@ class AmendmentRow(Base):
     value: Mapped[float | None]
     best_effort: Mapped[bool] = mapped_column(Boolean)
     answer: Mapped[AmendmentAnswer | None] = mapped_column(Document(AmendmentAnswer), default=None)
-    """Written by the loop."""
+    """Written by the loop; of a job that has ended, by the handler."""
 
 
 class EventRow(Base):

@@ -1,4 +1,4 @@
-// Talks to our own routes in Airflow, by addresses relative to the page, so that any base URL works.
+// Talks to our own routes in Airflow, and to Airflow's own, by addresses relative to the page: any base URL works.
 
 export class Refused extends Error {
   constructor(status, body) {
@@ -9,12 +9,12 @@ export class Refused extends Error {
   }
 }
 
-async function ask(method, path, { params, body, signal } = {}) {
+async function ask(method, path, { params, body, signal, root = 'api' } = {}) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(params ?? {})) {
     if (value !== null && value !== undefined && value !== '') query.set(name, value);
   }
-  const address = query.size ? `api/${path}?${query}` : `api/${path}`;
+  const address = query.size ? `${root}/${path}?${query}` : `${root}/${path}`;
   let answer;
   try {
     answer = await fetch(address, {
@@ -56,5 +56,11 @@ export const log = (dag, job, name, offset, incarnation, signal) =>
 export const stacks = (dag, job) => ask('POST', `${of(dag, job)}/stacks`, { body: {} });
 export const cancel = (dag, job, claim) => ask('POST', `${of(dag, job)}/cancel`, { body: { claim } });
 export const amend = (dag, job, change) => ask('PATCH', of(dag, job), { body: change });
+/** Has Airflow itself run a failed task again, with those after it; what it has cleared. */
+export const clearTask = ({ dag_id: dag, run_id: run, task_id: task, map_index: index }) =>
+  ask('POST', `dags/${encodeURIComponent(dag)}/clearTaskInstances`, {
+    root: '../api/v2',
+    body: { dry_run: false, only_failed: true, include_downstream: true, dag_run_id: run, task_ids: [index >= 0 ? [task, index] : task] },
+  });
 export const whatIf = (request, signal) => ask('POST', 'what-if', { body: request, signal });
 export const traceAddress = (dag, job, incarnation) => `api/${of(dag, job)}/trace.json${incarnation ? `?incarnation=${incarnation}` : ''}`;

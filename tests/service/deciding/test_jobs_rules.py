@@ -17,6 +17,7 @@ from elasticflow_airflow.runtime.stores import manifest
 from elasticflow_airflow.runtime.stores.manifest import verify_candidate
 from elasticflow_airflow.service.job_files import candidates
 from elasticflow_airflow.service.refusal import Refusal
+from elasticflow_airflow.times import moment
 
 CURVE = {1: 10.0, 2: 18.0, 4: 32.0}
 
@@ -504,11 +505,69 @@ def test_who_is_measured_may_give_its_deadline_up_and_trains_on(world):
     assert world.ended(job).state == "succeeded"
 
 
-def test_an_amendment_of_a_job_that_is_over_is_refused(world):
+def test_an_amendment_of_a_job_that_has_succeeded_is_refused(world):
     job = world.submit(within=600, scaling_curve=CURVE)
     world.ended(job)
     answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, value=2.0))
     assert (answer.accepted, answer.reason) == (False, "the job is over")
+
+
+@pytest.mark.parametrize("on_reject", ["fail", "renegotiate"])
+def test_the_next_attempt_of_a_rejected_job_asks_for_the_deadline_that_was_set(world, on_reject):
+    limits = {} if on_reject == "fail" else {"latest_deadline_at": world.now_s + 4}
+    hopeless = {"scaling_curve": CURVE, "on_reject": on_reject, "deadline_at": world.now_s + 3, **limits}
+    job = world.submit(**hopeless)
+    offered_at = world.ended(job).verdict.earliest_deadline_at
+    answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, deadline_at=offered_at + 5))
+    assert answer.accepted
+    assert answer.reason.startswith(f"the next attempt asks for the deadline {moment(offered_at + 5)}")
+    assert world.status(job).state == "rejected"
+    (event,) = world.events(job, "amended")
+    assert event.data["deadline_at"] == offered_at + 5
+    again = world.submit(**hopeless)
+    assert again.created
+    assert again.job.deadline_at == offered_at + 5
+    assert again.job.verdict.decision == "admitted"
+    (warning,) = again.warnings
+    assert warning.startswith(f"this attempt has the deadline {moment(offered_at + 5)}")
+    retried = world.submit(**hopeless)  # The task's own deadline has not come back.
+    assert not retried.created
+    done = world.ended(job)
+    assert (done.state, done.result.met, done.deadline_at) == ("succeeded", True, offered_at + 5)
+
+
+def test_the_next_attempt_is_best_effort_if_that_was_set(world):
+    job = world.submit(within=3, scaling_curve=CURVE)
+    assert world.ended(job).state == "rejected"
+    assert world.amend(job.job.job_id, AmendRequest(claim=job.claim, best_effort=True)).accepted
+    again = world.submit(within=3, scaling_curve=CURVE)
+    assert (again.job.verdict.decision, again.job.deadline_at) == ("best_effort", None)
+    assert world.ended(job).state == "succeeded"
+
+
+def test_what_was_set_last_for_the_next_attempts_holds_until_it_has_passed(world):
+    job = world.submit(within=3, scaling_curve=CURVE)
+    world.ended(job)
+
+    def set_to(**terms):
+        return world.amend(job.job.job_id, AmendRequest(claim=world.status(job).claim, **terms))
+
+    assert set_to(best_effort=True).accepted
+    assert set_to(deadline_at=world.now_s + 300, value=3.0).accepted
+    refused = set_to(deadline_at=world.now_s - 1)
+    assert not refused.accepted
+    assert refused.reason.endswith("has passed already")
+    until_at = world.now_s + 300
+    for _ in range(2):
+        again = world.submit(within=3, scaling_curve=CURVE, fake={"fail_at_step": 5})
+        assert again.job.deadline_at == until_at
+        assert again.job.value == 3.0
+        assert world.ended(job).state == "failed"
+    later = world.submit(within=5000, scaling_curve=CURVE, fake={"fail_at_step": 5})
+    assert later.job.deadline_at == world.now_s + 5000, "what the DAG asks for, where that is later"
+    world.ended(job)
+    world.run(300)
+    assert world.submit(within=3, scaling_curve=CURVE).warnings == []
 
 
 # -- code and weights --------------------------------------------------------------------------------------------

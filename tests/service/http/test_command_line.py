@@ -159,11 +159,13 @@ def test_the_verdict_is_waited_for(submit, command):
     command("cancel", job_of(done.output), "--yes")
 
 
-def test_a_rejection_is_waited_for(submit):
+def test_a_rejection_is_waited_for_and_the_next_attempt_may_ask_for_less(submit, command):
     done = submit("--steps", 10_000_000, "--name", "cannot-be")
     assert done.exit_code == 3, done.output
-    assert re.search(r"^cannot-be-train-\w+: rejected, ", done.output, re.MULTILINE), done.output
+    (job_id,) = re.findall(r"^(cannot-be-train-\w+): rejected, ", done.output, re.MULTILINE)
     assert "the earliest deadline that can be promised is" in done.output
+    amended = command("amend", job_id, "--best-effort")
+    assert (amended.exit_code, "the next attempt is best effort" in amended.output) == (0, True), amended.output
 
 
 def test_without_waiting_it_says_that_nothing_is_decided(submit, command):

@@ -113,11 +113,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AmendmentAnswer:
-    """The loop's answer to an amendment; the API shows it as ``AmendAnswer``."""
+    """The answer to an amendment, by the loop unless the job has ended; the API shows it as ``AmendAnswer``."""
 
     accepted: bool
     reason: StoredReason
     earliest_deadline_at: float | None = None
+    for_next_attempt: bool = False
+    """The job had ended, so what was asked for applies to its later attempts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import { h } from '../dom.js';
 import * as f from '../format.js';
+import { choices } from '../resubmit.js';
 import { airflowTask, card, chip, feedNote, fold, isLive, jobLink, jobName, shortName, time } from '../parts.js';
 
 const SHOWN = 5;
@@ -50,6 +51,7 @@ function actions(trouble, job, mayEdit) {
     isLive(job) && mayEdit && !job.best_effort && trouble !== 'unowned'
       ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'best-effort', 'data-dag': job.identity.dag_id, 'data-job': job.job_id, 'data-claim': job.claim, 'aria-label': `Best effort: ${jobName(job.identity)}` }, 'Best effort')
       : null,
+    trouble === 'rejected' && mayEdit ? choices(job) : null,
     link(airflowTask(job.identity), isLive(job) ? 'Open the task' : 'Open the task to rerun it', { 'data-outside': '' }),
   ];
 }

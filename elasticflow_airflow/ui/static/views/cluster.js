@@ -9,6 +9,7 @@ import { gantt, legend, walk } from '../gantt.js';
 import { colourOf } from '../palette.js';
 import { steer, TimeWindow } from '../time_window.js';
 import { card, chip, confirmed, decisionChip, empty, feedNote, firstJob, fold, isInDoubt, isLive, jobLink, outcomeChip, table, tiles, time } from '../parts.js';
+import { resubmit } from '../resubmit.js';
 import { needsAttention } from './attention.js';
 
 const RANGES = { '1h': [1, 0.5, '1 hour'], '6h': [6, 3, '6 hours'], '24h': [24, 12, '24 hours'], '7d': [168, 24, '7 days'] };
@@ -101,10 +102,18 @@ export function open({ main, refresh }) {
   }
 
   async function toBestEffort({ dag, job, claim }) {
-    if (!(await confirmed('Make this job best effort?', 'It gives its deadline up, and trains on slots that no promise needs. Other jobs may gain.', 'Best effort', 'primary'))) return;
+    if (!(await confirmed('Make this job best effort?', 'It gives its deadline up, and trains on slots that no promise needs. Other jobs may gain.', 'Best effort', 'primary'))) return null;
+    const answer = await api.amend(dag, job, { claim: Number(claim), best_effort: true });
+    if (!answer.accepted) throw new Error(f.whole(answer.reason));
+    return 'The job is best effort now.';
+  }
+
+  /** What was done for a job that needs attention, or why it was not; nothing where the answer was no. */
+  async function doing(work) {
     try {
-      const answer = await api.amend(dag, job, { claim: Number(claim), best_effort: true });
-      note = answer.accepted ? { tone: 'ok', text: 'The job is best effort now.' } : { tone: 'bad', text: f.whole(answer.reason) };
+      const text = await work;
+      if (text === null) return;
+      note = { tone: 'ok', text };
     } catch (error) {
       note = { tone: 'bad', text: `${error.message}${error.hint ? ` (${error.hint})` : ''}` };
     }
@@ -142,7 +151,8 @@ export function open({ main, refresh }) {
     look,
     act(action, target) {
       if (action === 'retry') feeds[target.value]?.again();
-      if (action === 'best-effort') toBestEffort(target.dataset);
+      if (action === 'best-effort') doing(toBestEffort(target.dataset));
+      else if (action === 'resubmit') doing(resubmit(feeds.attention.value.items.find(({ job }) => job.job_id === target.dataset.job).job, JSON.parse(target.value)));
       if (action === 'fold') unfolded[unfolded.has(target.dataset.node) ? 'delete' : 'add'](target.dataset.node);
       if (STEERING[action]) {
         STEERING[action].act(frame, cluster.at);

@@ -10,6 +10,7 @@ import * as f from '../format.js';
 import { amendment } from '../amend.js';
 import { LogTail } from '../log.js';
 import { airflowTask, card, chip, confirmed, feedNote, fold, isLive, jobLink, jobName, progress, slackChip, stateChip, table, tiles, time, weightsTile } from '../parts.js';
+import { choices, resubmit } from '../resubmit.js';
 import { drawCurve, drawRuns, drawStory } from './job_charts.js';
 
 const RUNS_MS = 30000;
@@ -42,11 +43,11 @@ export function open({ main, rest: [dag, job], refresh }) {
     if (!story) return;
     const { status } = story;
     show(main, head(story), state.note ? h('p', { class: `banner ${state.note.tone}`, role: 'status', 'data-key': 'note' }, state.note.text) : null, why(story), numbers(story),
-      course(story),
-      h('div', { class: 'columns', 'data-key': 'curve-workers' }, curve(story), workers(story)),
+      trained(story) ? [course(story), h('div', { class: 'columns', 'data-key': 'curve-workers' }, curve(story), workers(story))] : null,
+      status.state === 'rejected' ? canBeDone(story) : null,
       h('div', { class: 'columns', 'data-key': 'decisions-runs' }, decisions(got.events, status.incarnation), comparison(feeds.runs, status)),
-      h('div', { class: 'columns', 'data-key': 'checkpoints-asked' }, checkpoints(story), asked(story)),
-      logs(status), stacks(status));
+      trained(story) ? h('div', { class: 'columns', 'data-key': 'checkpoints-asked' }, checkpoints(story), asked(story)) : asked(story),
+      trained(story) ? logs(status) : null, stacks(status));
     view.hasShown = true;
     log.draw();
     drawStory(story);
@@ -96,7 +97,9 @@ export function open({ main, rest: [dag, job], refresh }) {
 
   async function doing(work) {
     try {
-      state.note = { tone: 'ok', text: await work() };
+      const text = await work();
+      if (text === null) return;
+      state.note = { tone: 'ok', text };
     } catch (error) {
       state.note = { tone: 'bad', text: `${error.status === 403 ? 'Airflow does not let you change this DAG’s jobs' : error.message}${error.hint ? ` (${error.hint})` : ''}` };
     }
@@ -121,6 +124,7 @@ export function open({ main, rest: [dag, job], refresh }) {
         if (!answer.accepted) throw new Error(`${f.sentence(answer.reason)}${answer.earliest_deadline_at ? `; the earliest feasible deadline is ${f.moment(answer.earliest_deadline_at)}` : ''}`);
         return 'The deadline was changed.';
       }));
+      else if (action === 'resubmit') doing(() => resubmit(got.story.status, JSON.parse(target.value)));
       else if (action === 'stacks') doing(async () => {
         state.stacks = await api.stacks(dag, job);
         return 'The stacks are below the log.';
@@ -141,6 +145,20 @@ export function open({ main, rest: [dag, job], refresh }) {
     },
   };
   return view;
+}
+
+/** Whether there is, or will be, something to draw: a job that was rejected at once has nothing. */
+const trained = (story) => story.status.state !== 'rejected' || story.generations.length > 0;
+
+function canBeDone(story) {
+  const { status } = story;
+  const earliest = status.verdict.earliest_deadline_at;
+  return card('What can be done', earliest ? `The earliest feasible deadline was ${f.moment(earliest)} when it was submitted.` : 'No later deadline is known that could be kept.',
+    h('div', { class: 'buttons', 'data-noexport': '' },
+      story.may_edit ? choices(status) : null,
+      h('a', { class: 'button small-button', href: '#/what-if' }, 'What if other deadlines moved'),
+      h('a', { class: 'button small-button', href: airflowTask(status.identity), 'data-outside': '' }, 'Open the task')),
+    h('p', { class: 'small muted' }, 'A new deadline holds for later attempts of this run. To change it for every run, change it in the DAG.'));
 }
 
 const why = (story) => story.why ? h('p', { class: 'callout', 'data-key': 'why' }, f.whole(story.why)) : null;
