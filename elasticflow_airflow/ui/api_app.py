@@ -38,6 +38,7 @@ from elasticflow_airflow.client.errors import (
     Unauthorized,
 )
 from elasticflow_airflow.exceptions import UnusableConnection
+from elasticflow_airflow.ui.airflow_theme import brand_colours
 from elasticflow_airflow.ui.assets import CHART_LIBRARY, asset, chart_library_version
 from elasticflow_airflow.ui.guard import HeadersGuard, refuse_foreign_pages
 from elasticflow_airflow.ui.lateness import latest_finish_at
@@ -202,7 +203,7 @@ def _file(path: str, request: Request) -> Response:
 def _add_cluster(app: FastAPI, source: Source) -> None:
     @app.get("/api/me")
     def me(_user: GetUserDep) -> dict[str, Any]:
-        return {"chart_library": f"static/{CHART_LIBRARY}?v={chart_library_version()}"}
+        return {"chart_library": f"static/{CHART_LIBRARY}?v={chart_library_version()}", "brand": brand_colours()}
 
     @app.get("/api/cluster")
     def cluster(user: GetUserDep) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -55,7 +56,41 @@ def shown(page: Any) -> Any:
     return view
 
 
+TEXTS = """() => {
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const texts = [];
+  while (walk.nextNode()) {
+    const node = walk.currentNode;
+    if (!node.parentElement.closest('pre, code, script, noscript, option, details:not([open]), .run')) texts.push(node.data);
+  }
+  return texts;
+}"""
+STYLE = {
+    r"\b\d{3,}(\.\d+)? s\b": "100 s and more is minutes and seconds",
+    r"\b([6-9]\d|\d{3,})(\.\d+)? min\b": "60 min and more is hours and minutes",
+    r"\b(4[89]|[5-9]\d|\d{3,})(\.\d+)? h\b": "48 h and more is days and hours",
+    r"\b\d+(\.\d+)? ?(secs?|seconds?|mins|minutes?|hrs?)\b": "units are min and s (a range may be 24 hours)",
+    r"\b\d+(s|min|h|d)\b": "there is a space between a number and its unit",
+    r"\b\d{4}-\d\d-\d\d|\bUTC\b|[+-]\d\d:\d\d\b": "times are local, and their days in words",
+    r"\b\d(\.\d+)?e[+-]?\d+\b|\bNaN\b|\bInfinity\b|\bundefined\b|\bnull\b": "numbers are for people",
+}
+"""How no time, duration or number may look on any view, and why."""
+
+
+def check_style(page: Any, where: str) -> None:
+    """Times, durations and numbers have one style on all views; what a job itself wrote is its own."""
+    wrong = [
+        f"{where}: {text.strip()!r}: {why}"
+        for text in page.evaluate(TEXTS)
+        for pattern, why in STYLE.items()
+        if re.search(pattern, text)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def check_accessibility(page: Any, where: str) -> None:
+    """Axe finds nothing to complain of; nor does :func:`check_style`."""
+    check_style(page, where)
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page, options={"resultTypes": ["violations"]})

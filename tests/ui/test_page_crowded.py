@@ -251,3 +251,39 @@ def test_the_time_is_zoomed_and_moved_by_wheel_drag_keys_and_buttons(look: Any, 
     check("later", lambda: page.keyboard.press("Shift+ArrowRight"), 9.0, 1)
     check("closer", wheel, 4.5, 0)
     check("back to now", button("24 hours"), 36.0, -1)
+
+
+def test_a_run_is_compared_with_an_earlier_one(look: Any, cluster: CrowdedCluster) -> None:
+    job = next(job for job in cluster.jobs() if job.state == "running")
+    page = look(f"#/job/{job.identity.dag_id}/{job.job_id}")
+    card = page.get_by_role("region", name="Beside its last runs")
+    page.locator("#chart-runs .main-svg").first.wait_for()
+    curves = page.locator("#chart-runs .scatterlayer .trace")
+    assert curves.count() > 2
+    choice = card.get_by_label("Compare with")
+    choice.select_option(index=2)
+    wait("two curves", lambda: curves.count() == 2)
+    assert card.locator("tr.beside").count() == 1
+    check_accessibility(page, "two runs side by side")
+    choice.select_option(index=0)
+    wait("all curves", lambda: curves.count() > 2)
+
+
+def test_each_dag_keeps_its_colour(look: Any, cluster: CrowdedCluster) -> None:
+    page = look("#/cluster")
+    shown(page)
+    colours = "async (dags) => { const found = await import('./static/palette.js'); return dags.map(found.colourOf); }"
+    first = page.evaluate(colours, list(DAGS))
+    page.goto("about:blank")
+    page.go_back()
+    shown(page)
+    assert page.evaluate(colours, [*reversed(DAGS)]) == [*reversed(first)], "whoever is seen first"
+
+
+def test_the_page_has_airflows_brand_colour_if_one_is_set(look: Any) -> None:
+    shades = dict.fromkeys(("100", "300", "700", "900", "950"), "oklch(0.505 0.213 27.518)")
+    route = {"**/api/me": lambda route: route.fulfill(json={**route.fetch().json(), "brand": shades})}
+    page = look("#/cluster", routes=route)
+    shown(page)
+    accent = "getComputedStyle(document.documentElement).getPropertyValue('--accent').trim()"
+    assert page.evaluate(accent) == "oklch(0.505 0.213 27.518)"

@@ -398,6 +398,33 @@ def test_the_trace_opens_in_trace_viewers(browse: Any, cluster: ScriptedCluster)
     assert rows == {"decisions", f"{NODES[1]} slot 0", f"{NODES[1]} slot 1"}
 
 
+SHADES = {str(number): {"value": f"oklch(0.5 0.2 {number})"} for number in (50, *range(100, 1000, 100), 950)}
+
+
+@pytest.mark.parametrize(
+    ("theme", "known"),
+    [
+        ({"tokens": {"colors": {"brand": SHADES}}}, True),
+        ({"tokens": {"colors": {"brand": {**SHADES, "700": {"value": "red; } body { display: none"}}}}}, False),
+        ({"tokens": {"colors": {"brand": {"700": {"value": "#ff0000"}}}}}, False),
+        ({"tokens": {"colors": []}}, False),
+        ([], False),
+    ],
+)
+def test_the_brand_colour_is_that_of_airflows_configuration(
+    browse: Any, monkeypatch: Any, theme: Any, known: bool
+) -> None:
+    from elasticflow_airflow.ui import airflow_theme
+
+    monkeypatch.setenv("AIRFLOW__API__THEME", json.dumps(theme))
+    airflow_theme.brand_colours.cache_clear()
+    try:
+        brand = browse("viewer").get("api/me").json()["brand"]
+    finally:
+        airflow_theme.brand_colours.cache_clear()
+    assert brand == ({n: SHADES[n]["value"] for n in ("100", "300", "700", "900", "950")} if known else None)
+
+
 def test_files_are_ours_packed_and_asked_for_once(browse: Any) -> None:
     browser = browse("viewer")
     page = browser.get("")

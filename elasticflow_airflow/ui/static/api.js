@@ -50,7 +50,7 @@ export const latest = (signal) => ask('GET', 'latest', { signal });
 export const jobs = (params, signal) => ask('GET', 'jobs', { params, signal });
 export const story = (dag, job, incarnation, signal) => ask('GET', `${of(dag, job)}/story`, { params: { incarnation }, signal });
 export const events = (dag, job, after, signal) => ask('GET', `${of(dag, job)}/events`, { params: { after }, signal });
-export const runs = (dag, job, signal) => ask('GET', `${of(dag, job)}/runs`, { params: { limit: 10 }, signal });
+export const runs = (dag, job, limit, signal) => ask('GET', `${of(dag, job)}/runs`, { params: { limit }, signal });
 export const log = (dag, job, name, offset, incarnation, signal) =>
   ask('GET', `${of(dag, job)}/logs/${encodeURIComponent(name)}`, { params: { offset, incarnation, limit: 262144 }, signal });
 export const stacks = (dag, job) => ask('POST', `${of(dag, job)}/stacks`, { body: {} });

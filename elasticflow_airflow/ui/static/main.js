@@ -6,7 +6,7 @@ import { h, show } from './dom.js';
 import { nowS } from './format.js';
 import { Live } from './live.js';
 import { failure, openOutside } from './parts.js';
-import { follow } from './theme.js';
+import { follow, paint } from './theme.js';
 import { listenForTips } from './tips.js';
 import * as clusterView from './views/cluster.js';
 import * as jobView from './views/job.js';
@@ -135,6 +135,7 @@ listenForTips();
 try {
   const me = await api.me();
   useLibrary(me.chart_library);
+  if (me.brand) paint(me.brand);
   open();
 } catch (error) {
   main.setAttribute('aria-busy', 'false');

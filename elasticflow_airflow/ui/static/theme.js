@@ -27,9 +27,19 @@ function apply() {
   for (const told of heard) told(now);
 }
 
+/** Airflow's own brand colour, where its configuration (`[api] theme`) names one; `brand` are its shades by number. */
+export function paint(brand) {
+  const sheet = new CSSStyleSheet();
+  const rule = (theme, accent, soft, on) => `[data-theme='${theme}'] { --accent: ${accent}; --accent-soft: ${soft}; --on-accent: ${on}; }`;
+  sheet.replaceSync(`${rule('light', brand[700], brand[100], '#ffffff')}\n${rule('dark', brand[300], brand[900], brand[950])}`);
+  document.adoptedStyleSheets = [sheet];
+  for (const told of heard) told(wanted());
+}
+
 /** Follow the theme from now on. */
 export function follow() {
   apply();
+  if (window.parent !== window) document.documentElement.dataset.framed = ''; // Airflow's header is above already.
   system.addEventListener('change', apply);
   const root = around();
   if (root) new MutationObserver(apply).observe(root, { attributes: true, attributeFilter: ['class', 'data-theme'] });

@@ -11,18 +11,20 @@ import { amendment } from '../amend.js';
 import { LogTail } from '../log.js';
 import { airflowTask, card, chip, confirmed, feedNote, fold, isLive, jobLink, jobName, progress, slackChip, stateChip, table, tiles, time, weightsTile } from '../parts.js';
 import { choices, resubmit } from '../resubmit.js';
-import { drawCurve, drawRuns, drawStory } from './job_charts.js';
+import { asked } from './asked.js';
+import { drawCurve, drawRuns, drawStory, runKey } from './job_charts.js';
 
 const RUNS_MS = 30000;
+const [FEW_RUNS, MANY_RUNS] = [10, 50];
 const LOG_MS = 2500;
 const PARTS = [['compute_s', 'compute', 'Compute'], ['data_s', 'data', 'Data'], ['reduce_s', 'reduce', 'Reduce'], ['wait_s', 'wait', 'Wait'], ['pause_s', 'pause', 'Pause'], ['save_s', 'save', 'Save'], ['other_s', 'other', 'Other']];
 
 export function open({ main, rest: [dag, job], refresh }) {
   const got = { story: null, events: [] };
-  const state = { incarnation: null, note: null, stacks: null };
+  const state = { incarnation: null, note: null, stacks: null, runs: FEW_RUNS, beside: '' };
   const log = new LogTail(dag, job);
   const feeds = {
-    runs: new Feed((signal) => api.runs(dag, job, signal), RUNS_MS, render),
+    runs: new Feed((signal) => api.runs(dag, job, state.runs, signal), RUNS_MS, render),
     log: new Feed(async (signal) => {
       await log.read(got.story.status, signal);
       return log.name;
@@ -45,14 +47,14 @@ export function open({ main, rest: [dag, job], refresh }) {
     show(main, head(story), state.note ? h('p', { class: `banner ${state.note.tone}`, role: 'status', 'data-key': 'note' }, state.note.text) : null, why(story), numbers(story),
       trained(story) ? [course(story), h('div', { class: 'columns', 'data-key': 'curve-workers' }, curve(story), workers(story))] : null,
       status.state === 'rejected' ? canBeDone(story) : null,
-      h('div', { class: 'columns', 'data-key': 'decisions-runs' }, decisions(got.events, status.incarnation), comparison(feeds.runs, status)),
+      h('div', { class: 'columns', 'data-key': 'decisions-runs' }, decisions(got.events, status.incarnation), comparison(feeds.runs, status, state)),
       trained(story) ? h('div', { class: 'columns', 'data-key': 'checkpoints-asked' }, checkpoints(story), asked(story)) : asked(story),
       trained(story) ? logs(status) : null, stacks(status));
     view.hasShown = true;
     log.draw();
     drawStory(story);
     drawCurve(story);
-    drawRuns(feeds.runs.value ?? [], status);
+    drawRuns(feeds.runs.value ?? [], status, state.beside);
   }
 
   function head(story) {
@@ -138,6 +140,12 @@ export function open({ main, rest: [dag, job], refresh }) {
         log.reset(state.incarnation);
         feeds.log.again();
         refresh();
+      } else if (action === 'beside') {
+        state.beside = target.value;
+        render();
+      } else if (action === 'older-runs') {
+        state.runs = MANY_RUNS;
+        feeds.runs.again();
       } else if (action === 'log') {
         log.choose(target.value);
         feeds.log.again();
@@ -221,22 +229,25 @@ function decisions(events, incarnation) {
     : h('p', { class: 'quiet-note' }, 'Nothing has been decided yet.'));
 }
 
-const comparison = (feed, status) => card('Beside its last runs', null, feedNote(feed, 'runs'), !feed.value ? null : feed.value.length > 1
-  ? [place('chart-runs', 'Line chart: loss by time since the start, this run and the last ones', 220),
-    table('Runs of this task', [['Run', ''], ['State', ''], ['Took', 'number'], ['Steps', 'number'], ['Loss', 'number'], ['Slot hours', 'number'], ['Rescales', 'number']], feed.value.map((run) => ({ key: `${run.job_id}-${run.incarnation}`, attributes: run.job_id === status.job_id && run.incarnation === status.incarnation ? { class: 'this' } : {}, cells: [
-      run.job_id === status.job_id && run.incarnation === status.incarnation ? h('span', {}, 'this run') : h('a', { href: jobLink(status.identity, run.job_id), title: run.run_id }, f.moment(run.submitted_at)),
-      run.met === false ? chip('Late', 'bad', '✕') : stateChip(run), run.started_at ? f.duration((run.finished_at ?? f.nowS()) - run.started_at) : '–', f.number(run.steps), f.number(run.final_loss), f.number(run.slot_s / 3600), f.number(run.rescales)] })), { kind: 'dense' })]
-  : h('p', { class: 'quiet-note' }, 'This is the first run of its task. From the second on they stand side by side here.'));
+function comparison(feed, status, { runs: most, beside }) {
+  const isThis = (run) => run.job_id === status.job_id && run.incarnation === status.incarnation;
+  const runs = feed.value ?? [];
+  if (!feed.value || runs.length < 2) {
+    return card('Beside its last runs', null, feedNote(feed, 'runs'), feed.value ? h('p', { class: 'quiet-note' }, 'This is the first run of its task. From the second on they stand side by side here.') : null);
+  }
+  const others = runs.filter((run) => !isThis(run));
+  const attributes = (run) => (isThis(run) ? { class: 'this' } : runKey(run) === beside ? { class: 'beside' } : {});
+  return card('Beside its last runs', null, feedNote(feed, 'runs'),
+    h('div', { class: 'bar-line', 'data-noexport': '' },
+      h('label', {}, 'Compare with ', h('select', { class: 'input', 'data-change': 'beside', 'data-key': 'beside' }, h('option', { value: '' }, 'all of them'), others.map((run) => h('option', { value: runKey(run), selected: runKey(run) === beside }, `the run of ${f.moment(run.submitted_at)}`)))),
+      runs.length >= most && most < MANY_RUNS ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'older-runs' }, 'Older runs') : null),
+    place('chart-runs', 'Line chart: loss by time since the start, this run and the last ones', 220),
+    table('Runs of this task', [['Run', ''], ['State', ''], ['Took', 'number'], ['Steps', 'number'], ['Loss', 'number'], ['Slot hours', 'number'], ['Rescales', 'number']], runs.map((run) => ({ key: runKey(run), attributes: attributes(run), cells: [
+      isThis(run) ? h('span', {}, 'this run') : h('a', { href: jobLink(status.identity, run.job_id), title: run.run_id }, f.moment(run.submitted_at)),
+      run.met === false ? chip('Late', 'bad', '✕') : stateChip(run), run.started_at ? f.duration((run.finished_at ?? f.nowS()) - run.started_at) : '–', f.number(run.steps), f.number(run.final_loss), f.number(run.slot_s / 3600), f.number(run.rescales)] })), { kind: 'dense' }));
+}
 
 const checkpoints = (story) => card('Checkpoints', null, story.checkpoints.length
-  ? table('Checkpoints', [['Step', 'number'], ['Written', 'nowrap'], ['Size', 'number'], ['Status', ''], ['Path', 'wide']], story.checkpoints.slice().sort((a, b) => b.step - a.step).map((one) => ({ key: `${one.generation}-${one.step}`, cells: [
-      f.number(one.step), time(one.at), f.bytes(one.size_bytes), one.promoted ? chip('Promoted', 'ok', '✓', 'Airflow may use it') : chip(one.status || 'Candidate', 'quiet'), h('code', { class: 'path', title: one.digest }, one.path)] })), { kind: 'dense' })
+  ? table('Checkpoints', [['Step', 'number'], ['Written', 'nowrap'], ['Age', 'number'], ['Size', 'number'], ['Status', ''], ['Path', 'wide']], story.checkpoints.slice().sort((a, b) => b.step - a.step).map((one) => ({ key: `${one.generation}-${one.step}`, cells: [
+      f.number(one.step), time(one.at), f.duration(f.nowS() - one.at), f.bytes(one.size_bytes), one.promoted ? chip('Promoted', 'ok', '✓', 'Airflow may use it') : chip(one.status || 'Candidate', 'quiet'), h('code', { class: 'path', title: one.digest }, one.path)] })), { kind: 'dense' })
   : h('p', { class: 'quiet-note' }, 'No checkpoint has been written yet.'));
-
-function asked(story) {
-  const flat = (value) => (value !== null && typeof value === 'object' ? (Array.isArray(value) ? value.map(flat).join(' ') : JSON.stringify(value)) : String(value));
-  const { identity: _, command = {}, length = {}, labels: told = {}, ...others } = story.submission; // The title says the identity.
-  const { deadline_arithmetic: arithmetic, ...labels } = told;
-  const entries = Object.entries({ ...command, ...length, ...others, labels }).filter(([, value]) => value !== null && value !== '' && !(typeof value === 'object' && !Object.keys(value).length));
-  return card('What was asked for', null, arithmetic ? h('pre', { class: 'code', tabindex: 0, 'data-key': 'arithmetic', 'aria-label': 'How the deadline came about' }, arithmetic) : null, h('dl', { class: 'asked' }, entries.map(([name, value]) => [h('dt', {}, name), h('dd', {}, h('code', {}, /_at$/.test(name) && typeof value === 'number' ? f.precise(value) : flat(value)))])));
-}

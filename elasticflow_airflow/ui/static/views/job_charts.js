@@ -1,7 +1,7 @@
 // The charts of one job: its course, its scaling curve, and its last runs.
 
 import { draw } from '../charts.js';
-import { nowS, wall } from '../format.js';
+import { moment, nowS, wall } from '../format.js';
 
 const tell = (error) => console.warn(error.message);
 
@@ -43,8 +43,8 @@ export function drawStory({ status, generations, planned, samples }) {
     if (status.target_loss !== null) shapes.push({ type: 'line', xref: 'paper', yref: 'y2', x0: 0, x1: 1, y0: status.target_loss, y1: status.target_loss, line: { color: c.ok, width: 1.2, dash: 'dash' } });
     return {
       data: [
-        { ...steps(generations, now), name: 'workers', mode: 'lines', fill: 'tozeroy', fillcolor: c.soft, line: { color: c.accent, width: 1.8 }, yaxis: 'y', hovertemplate: '%{y} workers<extra></extra>' },
-        { ...steps(planned, now), name: 'planned', mode: 'lines', line: { color: c.accent, width: 1.6, dash: 'dot' }, yaxis: 'y', hovertemplate: '%{y} planned<extra></extra>', hoverinfo: 'skip' },
+        { ...steps(generations, now), name: 'workers', mode: 'lines', fill: 'tozeroy', fillcolor: c.soft, line: { color: c.accent, width: 1.8, shape: 'hv' }, yaxis: 'y', hovertemplate: '%{y} workers<extra></extra>' },
+        { ...steps(planned, now), name: 'planned', mode: 'lines', line: { color: c.accent, width: 1.6, dash: 'dot', shape: 'hv' }, yaxis: 'y', hovertemplate: '%{y} planned<extra></extra>', hoverinfo: 'skip' },
         { x: losses.map((one) => wall(one.at)), y: losses.map((one) => one.loss), name: 'loss', mode: 'lines', line: { color: c.accent, width: 1.8 }, yaxis: 'y2', hovertemplate: 'loss %{y:.4g}<extra></extra>' },
         { x: samples.map((one) => wall(one.at)), y: samples.map((one) => one.steps_per_s), name: 'steps/s', mode: 'lines', line: { color: c.accent, width: 1.8 }, yaxis: 'y3', hovertemplate: '%{y:.3g} steps/s<extra></extra>' },
       ],
@@ -79,14 +79,19 @@ export function drawCurve({ curve, status }) {
   }, JSON.stringify([curve, status.workers])).catch(tell);
 }
 
-export function drawRuns(runs, status) {
+export const runKey = (run) => `${run.job_id}-${run.incarnation}`;
+
+/** This run among the last ones; with a run to compare with, only these two. */
+export function drawRuns(runs, status, beside) {
   if (runs.length < 2) return;
   const isThis = (run) => run.job_id === status.job_id && run.incarnation === status.incarnation;
+  const shown = runs.filter((run) => !beside || isThis(run) || runKey(run) === beside);
   draw('chart-runs', (c) => ({
-    data: [...runs].sort((a, b) => Number(isThis(a)) - Number(isThis(b))).map((run) => {
+    data: shown.sort((a, b) => Number(isThis(a)) - Number(isThis(b))).map((run) => {
       const known = run.samples.filter((one) => one.loss !== null);
-      return { x: known.map((one) => one.at / 60), y: known.map((one) => one.loss), name: isThis(run) ? 'this run' : run.run_id, mode: 'lines', line: isThis(run) ? { color: c.accent, width: 2.4 } : { color: c.muted, width: 1 }, opacity: isThis(run) ? 1 : 0.5, hovertemplate: '%{y:.4g}' };
+      const line = isThis(run) ? { color: c.accent, width: 2.4 } : { color: beside ? c.warn : c.muted, width: beside ? 2 : 1 };
+      return { x: known.map((one) => one.at / 60), y: known.map((one) => one.loss), name: isThis(run) ? 'this run' : moment(run.submitted_at), mode: 'lines', line, opacity: isThis(run) || beside ? 1 : 0.5, hovertemplate: '%{y:.4g}' };
     }),
-    layout: { hovermode: 'closest', margin: { l: 48, r: 12, t: 10, b: 38 }, xaxis: { title: 'minutes since the start', rangemode: 'tozero' }, yaxis: { title: 'loss', nticks: 5 } },
-  }), JSON.stringify(runs.map((run) => [run.job_id, run.samples.length]))).catch(tell);
+    layout: { hovermode: 'closest', showlegend: Boolean(beside), margin: { l: 48, r: 12, t: beside ? 28 : 10, b: 38 }, xaxis: { title: 'minutes since the start', rangemode: 'tozero' }, yaxis: { title: 'loss', nticks: 5 } },
+  }), JSON.stringify([beside, runs.map((run) => [run.job_id, run.samples.length])])).catch(tell);
 }
