@@ -2,7 +2,8 @@
 
     python benchmarks/bench_bound.py [--traces 195job,cluster10] [--pauses 0,1,30] [--time-limit 120] [--full] [--write]
 
-``alone`` are the jobs that meet their deadline on the empty cluster, ``bound`` what can be met beside each other at
+``alone`` are the jobs that meet their deadline on the empty cluster, ``fixed`` those of them that do so with as many
+workers as they asked for (no schedule of fixed sizes meets more), and ``bound`` what can be met beside each other at
 most. ``exact`` says that the relaxation was solved to its end; where time ran out before, the bound holds too. ``cuts``
 are the inequalities that it took. ``--full`` adds cluster01 on a small cluster, and cluster04. Traces and curves are
 those of ../shared/data beside the checkout; without it there is nothing to do, and it says so.
@@ -45,7 +46,7 @@ def main() -> None:
         for pause_s in pauses:
             simulated = prepare(rows, curves, cluster(nodes, slots), Conditions(pause_s=pause_s))
             bound = clairvoyant_bound([item.job for item in simulated], nodes * slots, time_limit_s=args.time_limit)
-            counts = (f"{number}" for number in (bound.deadlines, bound.alone, bound.met))
+            counts = (f"{number}" for number in (bound.deadlines, bound.alone, bound.alone_at_fixed_size, bound.met))
             solved = "yes" if bound.exact else "no"
             found.append(
                 [
@@ -58,7 +59,11 @@ def main() -> None:
                 ]
             )
             print("  ", *found[-1], file=sys.stderr, flush=True)
-    show("bound", table(["trace", "pause s", "deadlines", "alone", "bound", "exact", "cuts", "run s"], found), args)
+    show(
+        "bound",
+        table(["trace", "pause s", "deadlines", "alone", "fixed", "bound", "exact", "cuts", "run s"], found),
+        args,
+    )
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ class Comparison:
         return {
             "setting": self.setting.facts(),
             "bound": None if self.bound is None else self.bound.met,
+            "bound_of_fixed_sizes": None if self.bound is None else self.bound.alone_at_fixed_size,
             "bound_exact": None if self.bound is None else self.bound.exact,
             "policies": self.rows(),
             "capacity": [capacity.as_row() for capacity in self.capacities],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,18 @@ def test_a_cluster_with_room_for_all_meets_all() -> None:
     bound = clairvoyant_bound([job(str(i), 100.0, 10.0, {1: 10.0}) for i in range(4)], 4)
     assert (bound.met, bound.alone, bound.deadlines, bound.exact) == (4, 4, 4, True)
     assert bound.chosen == frozenset("0123")
+
+
+def test_no_schedule_of_fixed_sizes_meets_what_one_job_alone_cannot_at_its_own_size() -> None:
+    speeds = {1: 10.0, 2: 18.0, 4: 32.0}
+    asks = [(1, 100.0), (1, 101.0), (2, 101.0), (3, 180.0), (3, 181.0), (None, 90.0), (8, 320.0), (8, 321.0)]
+    jobs = [
+        replace(job(f"{number}", steps, 10.0, speeds), requested_workers=asked)
+        for number, (asked, steps) in enumerate(asks)
+    ]
+    bound = clairvoyant_bound(jobs, 64)
+    assert (bound.alone, bound.alone_at_fixed_size, bound.met) == (7, 5, 7)
+    assert bound.hopeless == {"7"}
 
 
 def test_slot_seconds_limit_how_many_fit() -> None:
@@ -262,7 +275,7 @@ def test_jobs_of_a_full_schedule_can_pay_what_all_slots_cost_at_any_price() -> N
     for seed in range(80):
         jobs, slots = planted(seed)
         assert clairvoyant_bound(jobs, slots).met == len(jobs), f"seed {seed}: all {len(jobs)} were met"
-        candidates, _ = _candidates(jobs, {"": slots}, None)
+        candidates, _, _ = _candidates(jobs, {"": slots}, None)
         chaos = np.random.default_rng(seed)
         edges = np.arange(float(max(one.deadline_s or 0.0 for one in jobs)) + 1.0)
         width = len(edges) - 1
@@ -310,7 +323,7 @@ def test_no_way_to_run_one_job_pays_less_than_its_least_cost() -> None:
         begin, length = chaos.randint(0, 2), chaos.randint(4, 8)
         steps = chaos.randint(1, max(1, int(max(speeds.values())) * (length - startup) // 2))
         one = job("a", steps, begin + length, speeds, submitted_s=begin, pause_s=pause, startup_s=startup)
-        candidates, hopeless = _candidates([one], {"": 4}, None)
+        candidates, hopeless, _ = _candidates([one], {"": 4}, None)
         if hopeless:
             continue
         price = [chaos.choice([0.0, 0.0, 1.0, 2.0, 5.0]) for _ in range(begin + length)]
@@ -385,7 +398,7 @@ def test_our_schedule_does_not_beat_it_and_pays_what_it_must() -> None:
     met = {record.job_id for record in result.records if record.met}
     bound = clairvoyant_bound(jobs, 32)
     assert 0 < len(met) <= bound.met
-    candidates, _ = _candidates(jobs, {"": 32}, None)
+    candidates, _, _ = _candidates(jobs, {"": 32}, None)
     assert met <= set(candidates.ids)
     chosen = np.array([job_id in met for job_id in candidates.ids], dtype=float)
     edges = np.linspace(candidates.begin_s.min(), candidates.end_s.max(), 60)

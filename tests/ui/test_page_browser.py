@@ -448,6 +448,32 @@ def test_an_administrator_moves_a_deadline_by_what_if(look: Any, site: Site) -> 
     assert site.status("nightly").deadline_at == pytest.approx(before + 1800, abs=60)
 
 
+def test_a_deadline_and_the_capacity_are_dragged_or_moved_by_keys(look: Any, site: Site) -> None:
+    page = look("admin", "elasticflow/#/what-if")
+    slider = page.get_by_label("Move the deadline of nightly · train")
+    slider.wait_for()
+    field = page.get_by_label("Deadline of nightly · train", exact=True)
+    undo = page.get_by_role("button", name="Undo")
+    before = field.input_value()
+    box = slider.bounding_box()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + box["height"] / 2, steps=4)
+    page.mouse.up()
+    undo.wait_for()
+    dragged = field.input_value()
+    assert dragged != before
+    slider.press("ArrowRight")
+    wait("five minutes later", lambda: field.input_value() > dragged)
+    page.get_by_role("button", name="Apply").wait_for()  # the scheduler's verdict is there
+    undo.click()
+    wait("as before", lambda: field.input_value() == before)
+    page.get_by_role("slider", name="More nodes").press("ArrowRight")
+    wait("one node more", lambda: page.locator(".stepper output").inner_text() == "1")
+    check_accessibility(page, "dragging")
+    assert site.status("nightly").deadline_at == pytest.approx(site.jobs["nightly"].deadline_at, abs=1801)
+
+
 def test_a_viewer_reads_why_a_job_was_rejected_and_changes_nothing(look: Any, site: Site) -> None:
     page = look("viewer", site.job("ranker"))
     card = page.get_by_role("region", name="What can be done")

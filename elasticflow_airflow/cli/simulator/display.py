@@ -147,7 +147,13 @@ def simulation_lines(setting: Setting, played: Played, export: Path | None) -> l
 
 def comparison_lines(comparison: Comparison, width: int) -> list[object]:
     """Return the common setting, the figures, and the smallest clusters if they were searched for."""
-    bound = "" if comparison.bound is None else f", of which no schedule can meet more than {comparison.bound.met}"
+    found, bound = comparison.bound, ""
+    if found is not None:
+        bound = f", of which no schedule can meet more than {found.met}"
+        if found.alone_at_fixed_size < found.met:
+            bound += (
+                f", and none in which each job keeps the size that it asked for more than {found.alone_at_fixed_size}"
+            )
     deadlines = sum(job.deadline_s is not None for job in comparison.setting.trace.jobs)
     contenders = [played.contender for played in comparison.played]
     lines: list[object] = [f"{facts_text(comparison.setting, contenders)}; {deadlines} deadlines{bound}", ""]

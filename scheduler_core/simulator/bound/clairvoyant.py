@@ -69,10 +69,13 @@ class Bound:
     ``alone`` counts the jobs that could meet their deadline on the empty cluster: a weaker bound. ``chosen`` are the
     jobs that the relaxation would meet: one optimal set of possibly several, which a schedule may not be able to meet.
     ``exact``: the relaxation was solved completely; otherwise time ran out, and the bound holds but may be loose.
+    ``alone_at_fixed_size`` counts those that could meet it on the empty cluster with as many workers as they asked for
+    (the nearest measured size, preferring smaller ones): no schedule in which jobs keep that size meets more.
     """
 
     deadlines: int
     alone: int
+    alone_at_fixed_size: int
     met: int
     value: float
     chosen: frozenset[str]
@@ -109,11 +112,12 @@ def clairvoyant_bound(
     if not pools or min(pools.values()) < 1:
         raise ValueError(f"the cluster has {slots!r} slots; a bound needs at least 1 in each pool")
     promised = [job for job in jobs if job.deadline_s is not None and job.total_steps is not None]
-    candidates, hopeless = _candidates(promised, pools, curves)
+    candidates, hopeless, at_fixed_size = _candidates(promised, pools, curves)
     if not candidates.ids:
         return Bound(
             deadlines=len(promised),
             alone=0,
+            alone_at_fixed_size=0,
             met=0,
             value=0.0,
             chosen=frozenset(),
@@ -136,6 +140,7 @@ def clairvoyant_bound(
     return Bound(
         deadlines=len(promised),
         alone=len(candidates.ids),
+        alone_at_fixed_size=at_fixed_size,
         met=round(met),
         value=value,
         chosen=frozenset(job_id for job_id, taken in zip(candidates.ids, chosen, strict=True) if taken > 0.5),
@@ -148,11 +153,15 @@ def clairvoyant_bound(
 
 def _candidates(
     jobs: Sequence[Job], pools: Mapping[str, int], curves: Curves | None
-) -> tuple[Candidates, frozenset[str]]:
-    """Return the jobs that alone meet their deadlines, as arrays, and the ids of those that do not."""
+) -> tuple[Candidates, frozenset[str], int]:
+    """Return the jobs that alone meet their deadlines, as arrays, and the ids of those that do not.
+
+    Also returns how many of them meet it at the size that they asked for.
+    """
     names = list(pools)
     found: list[tuple[Job, list[tuple[int, int, float]]]] = []
     hopeless: set[str] = set()
+    at_fixed_size = 0
     for job in jobs:
         assert job.deadline_s is not None
         assert job.total_steps is not None
@@ -166,23 +175,36 @@ def _candidates(
         room_s = job.deadline_s + MET_TOLERANCE_S - job.costs.tail_s - job.submitted_s - job.costs.startup_s
         if fastest * room_s >= job.total_steps * (1.0 - _SAFETY) and fastest > 0.0:
             found.append((job, options))
+            at_fixed_size += _fixed_speed(job, options) * room_s >= job.total_steps * (1.0 - _SAFETY)
         else:
             hopeless.add(job.job_id)
     width = max((len(options) for _, options in found), default=1)
     padded = [options + [options[-1]] * (width - len(options)) for _, options in found]
     grid = np.array(padded, dtype=np.float64).reshape(len(found), width, 3)
-    return Candidates(
-        ids=tuple(job.job_id for job, _ in found),
-        pool_slots=np.array([float(pools[name]) for name in names]),
-        begin_s=np.array([job.submitted_s for job, _ in found]),
-        end_s=np.array([(job.deadline_s or 0.0) + MET_TOLERANCE_S - job.costs.tail_s for job, _ in found]),
-        steps=np.array([job.total_steps or 0.0 for job, _ in found]),
-        startup_s=np.array([job.costs.startup_s for job, _ in found]),
-        pause_s=np.array([job.costs.pause_s for job, _ in found]),
-        pool=grid[:, :, 0].astype(np.intp),
-        size=grid[:, :, 1],
-        speed=grid[:, :, 2],
-    ), frozenset(hopeless)
+    return (
+        Candidates(
+            ids=tuple(job.job_id for job, _ in found),
+            pool_slots=np.array([float(pools[name]) for name in names]),
+            begin_s=np.array([job.submitted_s for job, _ in found]),
+            end_s=np.array([(job.deadline_s or 0.0) + MET_TOLERANCE_S - job.costs.tail_s for job, _ in found]),
+            steps=np.array([job.total_steps or 0.0 for job, _ in found]),
+            startup_s=np.array([job.costs.startup_s for job, _ in found]),
+            pause_s=np.array([job.costs.pause_s for job, _ in found]),
+            pool=grid[:, :, 0].astype(np.intp),
+            size=grid[:, :, 1],
+            speed=grid[:, :, 2],
+        ),
+        frozenset(hopeless),
+        at_fixed_size,
+    )
+
+
+def _fixed_speed(job: Job, options: Sequence[tuple[int, int, float]]) -> float:
+    """Return the speed of a job at the size that it asked for, or at the nearest measured one, preferring smaller."""
+    asked, sizes = job.requested_workers or job.min_workers, {size for _, size, _ in options}
+    fitting = [size for size in sizes if size <= asked]
+    fixed = max(fitting) if fitting else min(sizes)
+    return max(speed for _, size, speed in options if size == fixed)
 
 
 class _Search:

@@ -7,6 +7,9 @@ import { card, chip, confirmed, decisionChip, empty, firstJob, fold, isLive, job
 
 const PAUSE_MS = 350;
 const MANY = 8;
+const DRAG_STEP_S = 300;
+const SHOWN_S = [6 * 3600, 48 * 3600];
+const MOST_EXTRA = 16;
 
 export function open({ main, refresh }) {
   const wanted = { deadlines: new Map(), extra: 0, without: new Set() };
@@ -61,8 +64,23 @@ export function open({ main, refresh }) {
     view.hasShown = true;
   }
 
+  /** The time that the sliders span, the same for all, so that they can be compared: from now to after the last deadline. */
+  function span(jobs) {
+    const from = Math.floor(f.nowS() / DRAG_STEP_S) * DRAG_STEP_S;
+    const last = Math.max(...jobs.flatMap((job) => [job.deadline_at ?? from, job.projected_finish_at ?? from]));
+    const [least, most] = SHOWN_S;
+    return { from, until: from + Math.ceil(Math.min(most, Math.max(least, 1.25 * (last - from))) / DRAG_STEP_S) * DRAG_STEP_S };
+  }
+
+  /** A deadline to drag, or to move by the arrow keys; the bar behind it ends where the job is projected to finish. */
+  function slider(job, at, { from, until }) {
+    const part = (moment) => `${(100 * Math.min(1, Math.max(0, (moment - from) / (until - from)))).toFixed(1)}%`;
+    return h('input', { type: 'range', class: 'drag', min: from, max: until, step: DRAG_STEP_S, value: Math.round(at / DRAG_STEP_S) * DRAG_STEP_S, 'data-input': 'drag', 'data-job': job.job_id, 'data-key': `drag-${job.job_id}`,
+      'aria-label': `Move the deadline of ${jobName(job.identity)}`, 'aria-valuetext': f.moment(at), 'data-tip': `deadline ${f.moment(at)}`, style: { '--finish': part(job.projected_finish_at ?? from) } });
+  }
+
   const named = (job) => jobName(job.identity).toLowerCase();
-  const deadlines = (jobs, cluster) => card('Deadlines', null, jobs.length > MANY
+  const deadlines = (jobs, cluster, shown = span(jobs)) => card('Deadlines', jobs.length ? `Drag a deadline; the bars end where the jobs are projected to finish. ${f.moment(shown.from)} to ${f.moment(shown.until)}.` : null, jobs.length > MANY
     ? h('input', { type: 'search', class: 'input', placeholder: 'DAG or task', 'aria-label': 'Filter deadlines', 'data-input': 'filter', 'data-key': 'filter' }) : null,
   jobs.length
     ? h('ul', { class: 'items moves scroll', tabindex: 0, 'aria-label': 'Deadlines of live jobs' }, jobs.filter((job) => wanted.deadlines.has(job.job_id) || named(job).includes(got.filter)).map((job) => {
@@ -76,6 +94,7 @@ export function open({ main, refresh }) {
           h('div', { class: 'move' }, h('label', { class: 'visually-hidden', for: id }, `Deadline of ${jobName(job.identity)}`),
             button(-30, '−30 min'), h('input', { type: 'datetime-local', id, class: 'input', value: at === null ? '' : f.toInput(at), 'data-change': 'deadline', 'data-job': job.job_id, 'data-key': id }), button(30, '+30 min'),
             moved ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'undo', 'data-job': job.job_id }, 'Undo') : null),
+          at === null ? null : slider(job, at, shown),
           verdict ? h('div', { class: 'verdict' }, decisionChip(verdict.decision), h('span', { class: 'small' }, f.whole(verdict.reason)),
             verdict.decision === 'rejected' && verdict.earliest_deadline_at ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'earliest', 'data-job': job.job_id, value: verdict.earliest_deadline_at }, `Try ${f.moment(verdict.earliest_deadline_at)}`) : null,
             verdict.decision !== 'rejected' && cluster.may_edit.includes(job.identity.dag_id) ? h('button', { type: 'button', class: 'button small-button primary', 'data-action': 'apply', 'data-job': job.job_id }, 'Apply') : null) : null);
@@ -88,7 +107,7 @@ export function open({ main, refresh }) {
     return card('Capacity', null,
       h('div', { class: 'stepper' }, h('span', { id: 'more-label' }, 'More nodes', h('span', { class: 'muted small' }, ` of ${f.plural(largest, 'slot')} each`)),
         h('span', { role: 'group', 'aria-labelledby': 'more-label' }, h('button', { type: 'button', class: 'button small-button', 'data-action': 'fewer', 'aria-label': 'One node fewer', disabled: wanted.extra === 0 }, '−'),
-          h('output', { 'aria-live': 'polite' }, String(wanted.extra)), h('button', { type: 'button', class: 'button small-button', 'data-action': 'more', 'aria-label': 'One node more' }, '+'))),
+          h('output', { 'aria-live': 'polite' }, String(wanted.extra)), h('input', { type: 'range', class: 'drag', min: 0, max: MOST_EXTRA, value: wanted.extra, 'aria-label': 'More nodes', 'data-input': 'extra', 'data-key': 'extra' }), h('button', { type: 'button', class: 'button small-button', 'data-action': 'more', 'aria-label': 'One node more', disabled: wanted.extra >= MOST_EXTRA }, '+'))),
       h('fieldset', { class: 'nodes scroll' }, h('legend', {}, 'Current nodes'), nodes.map((node) => {
         const slots = cluster.slots.filter((slot) => slot.node_id === node);
         const held = slots.filter((slot) => slot.job_id || slot.busy).length;
@@ -165,6 +184,8 @@ export function open({ main, refresh }) {
         else wanted.deadlines.set(id, at);
       };
       if (action === 'shift') put((wanted.deadlines.get(id) ?? find(id).deadline_at ?? find(id).projected_finish_at ?? f.nowS()) + 60 * Number(target.value));
+      else if (action === 'drag') put(Number(target.value));
+      else if (action === 'extra') wanted.extra = Number(target.value);
       else if (action === 'deadline') put(f.fromInput(target.value));
       else if (action === 'earliest') put(Number(target.value) + 60);
       else if (action === 'undo') wanted.deadlines.delete(id);
@@ -172,7 +193,7 @@ export function open({ main, refresh }) {
         got.filter = target.value.toLowerCase().trim();
         render();
         return;
-      } else if (action === 'more') wanted.extra += 1;
+      } else if (action === 'more') wanted.extra = Math.min(MOST_EXTRA, wanted.extra + 1);
       else if (action === 'fewer') wanted.extra = Math.max(0, wanted.extra - 1);
       else if (action === 'node') wanted.without[target.checked ? 'delete' : 'add'](target.value);
       else if (action === 'reset') {
