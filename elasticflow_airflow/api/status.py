@@ -174,6 +174,8 @@ class AmendRequest(Wire):
     deadline_at: UtcSeconds | None = None
     value: Value | None = None
     best_effort: Switch = False
+    next_attempt: Switch = False
+    """Only what the next attempt of a job that has ended asks for; refused if the job lives again meanwhile."""
 
 
 class AmendAnswer(Telling):

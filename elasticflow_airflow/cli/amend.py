@@ -41,7 +41,8 @@ def amend(
         job = service.status(job_id)
         if job.state is State.SUCCEEDED:
             fail(f"job {job_id} is {job.state}: there is nothing left to change")
-        kept_at = job.deadline_at if wanted_at is None and not best_effort else wanted_at
+        keeps = wanted_at is None and not best_effort and not job.state.terminal
+        kept_at = job.deadline_at if keeps else wanted_at
         request = AmendRequest(claim=job.claim, deadline_at=kept_at, value=value, best_effort=best_effort)
         answer = service.amend(job_id, request)
     if answer.accepted:

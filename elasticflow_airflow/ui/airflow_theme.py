@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from airflow.configuration import conf
+from airflow.exceptions import AirflowConfigException
 
 _SHADES = ("100", "300", "700", "900", "950")
 _COLOUR = re.compile(r"oklch\([0-9.]{1,12} [0-9.]{1,12} [0-9.]{1,12}\)|#[0-9a-fA-F]{6}")
@@ -16,7 +17,10 @@ _COLOUR = re.compile(r"oklch\([0-9.]{1,12} [0-9.]{1,12} [0-9.]{1,12}\)|#[0-9a-fA
 @cache
 def brand_colours() -> dict[str, str] | None:
     """Return the shades of the brand colour that the page uses, by their numbers; None if no brand colour is set."""
-    theme: Any = conf.getjson("api", "theme", fallback=None)
+    try:
+        theme: Any = conf.getjson("api", "theme", fallback=None)
+    except AirflowConfigException:  # It is no JSON: Airflow's own pages say so.
+        return None
     for key in ("tokens", "colors", "brand"):
         theme = theme.get(key) if isinstance(theme, dict) else None
     if not isinstance(theme, dict):

@@ -61,7 +61,8 @@ TEXTS = """() => {
   const texts = [];
   while (walk.nextNode()) {
     const node = walk.currentNode;
-    if (!node.parentElement.closest('pre, code, script, noscript, option, details:not([open]), .run')) texts.push(node.data);
+    const said = node.parentElement.closest('pre, code, script, noscript, option, details:not([open]), .run');
+    if (!said) texts.push(node.data);
   }
   return texts;
 }"""

@@ -258,8 +258,8 @@ class JobService:
                 value=request.value,
                 best_effort=request.best_effort,
             )
-            if row.terminal and row.state != State.SUCCEEDED:
-                amendment.answer = _for_next_attempt(request, self.clock())
+            if (row.terminal and row.state != State.SUCCEEDED) or request.next_attempt:
+                amendment.answer = _for_next_attempt(row, request, self.clock())
                 if amendment.answer.accepted:
                     terms = AmendedData(deadline_at=request.deadline_at, value=request.value or row.value)
                     tx.add_event(terms, amendment.answer.reason, row)
@@ -387,22 +387,25 @@ class JobService:
         return warnings, amendment.amendment_id
 
     def _take_terms(self, tx: Writer, row: IncarnationRow) -> list[str]:
-        """Give a new attempt the deadline and value that were set after the last one; returns warnings that say so.
+        """Give a new attempt the deadline and value that were set after an earlier one; returns warnings that say so.
 
         If the attempt itself asks for a later deadline, that is used.
         """
-        terms = tx.terms_of_next_attempt(row.job_id)
-        if terms is None:
-            return []
-        row.value = terms.value or row.value
-        if row.best_effort or (terms.deadline_at is None and not terms.best_effort):
-            return []
-        if terms.deadline_at is not None and terms.deadline_at <= max(self.clock(), row.deadline_at or 0.0):
-            return []
-        row.deadline_at, row.best_effort = terms.deadline_at, terms.best_effort
-        row.submission = row.submission.model_copy(update={"latest_deadline_at": None})
-        set_to = "is best effort" if terms.deadline_at is None else f"has the deadline {moment(terms.deadline_at)}"
-        return [f"this attempt {set_to}, as was set after the last one, and not what its DAG asks for"]
+        terms, changed = tx.next_terms(row.job_id), []
+        if terms.value not in (None, row.value):
+            row.value = terms.value or row.value
+            changed.append(f"has the value {row.value:g}")
+        asked_at = 0.0 if row.deadline_at is None else row.deadline_at
+        if terms.best_effort and not row.best_effort:
+            row.deadline_at, row.best_effort = None, True
+            changed.append("is best effort")
+        elif terms.deadline_at is not None and not row.best_effort and terms.deadline_at > max(self.clock(), asked_at):
+            row.deadline_at = terms.deadline_at
+            latest_at = row.submission.latest_deadline_at
+            if latest_at is not None and latest_at <= terms.deadline_at:
+                row.submission = row.submission.model_copy(update={"latest_deadline_at": None})
+            changed.append(f"has the deadline {moment(terms.deadline_at)}")
+        return [f"this attempt {' and '.join(changed)}, as was set after an earlier one"] if changed else []
 
     def _warn_of_changed_code(self, old: str, new: str) -> list[str]:
         if old == new:
@@ -473,19 +476,30 @@ class JobService:
         return row
 
 
-def _for_next_attempt(request: AmendRequest, now: float) -> AmendmentAnswer:
+def _for_next_attempt(row: IncarnationRow, request: AmendRequest, now: float) -> AmendmentAnswer:
     """Answer an amendment of a job that has ended; whether its deadline can be promised is decided with the attempt."""
+
+    def refused(why: Reason) -> AmendmentAnswer:
+        return AmendmentAnswer(accepted=False, reason=why)
+
+    asked, wanted_at = readable(row.submission), request.deadline_at
+    asked_at = None if asked is None else asked.deadline_at
+    if not row.terminal or row.state == State.SUCCEEDED:
+        return refused(Reason("the job is {state} meanwhile: look at it first", state=row.state))
     if request.best_effort:
         asks = Reason("is best effort")
-    elif request.deadline_at is not None:
-        if request.deadline_at <= now:
-            passed = Reason("{deadline_at:moment} has passed already", deadline_at=request.deadline_at)
-            return AmendmentAnswer(accepted=False, reason=passed)
-        asks = Reason("asks for the deadline {deadline_at:moment}", deadline_at=request.deadline_at)
+    elif wanted_at is not None:
+        if wanted_at <= now:
+            return refused(Reason("{deadline_at:moment} has passed already", deadline_at=wanted_at))
+        if asked is not None and asked.best_effort:
+            return refused(Reason("the task asks for best effort: give it a deadline in the DAG"))
+        if asked_at is not None and wanted_at <= asked_at:
+            return refused(Reason("the task itself asks for a later deadline, {asked_at:moment}", asked_at=asked_at))
+        asks = Reason("asks for the deadline {deadline_at:moment}", deadline_at=wanted_at)
     elif request.value is not None:
         asks = Reason("has the value {value:g}", value=request.value)
     else:
-        return AmendmentAnswer(accepted=False, reason=Reason("nothing to change was given"))
+        return refused(Reason("nothing to change was given"))
     reason = Reason("the next attempt {asks}; it begins when the task is cleared, or submitted again", asks=asks)
     return AmendmentAnswer(accepted=True, reason=reason, for_next_attempt=True)
 

@@ -215,6 +215,14 @@ class HeldSlots(NamedTuple):
     notes: GenerationNotes
 
 
+class NextTerms(NamedTuple):
+    """What the next attempt of a job asks for instead of what its DAG says; None: what the DAG says."""
+
+    deadline_at: float | None
+    best_effort: bool
+    value: float | None
+
+
 class Reader:
     """Queries over one open session. Rows stay readable after the session is closed."""
 
@@ -609,14 +617,32 @@ class Reader:
         answers = ((row.amendment_id, readable(row.answer)) for row in self.session.scalars(query))
         return {amendment_id: answer for amendment_id, answer in answers if answer is not None}
 
-    def terms_of_next_attempt(self, job_id: str) -> AmendmentRow | None:
-        """Return the newest amendment of a job that applies to its later attempts, or None."""
-        query = sa.select(AmendmentRow).where(AmendmentRow.job_id == job_id, AmendmentRow.answer.is_not(None))
-        for amendment in self.session.scalars(query.order_by(AmendmentRow.amendment_id.desc())):
+    def next_terms(self, job_id: str) -> NextTerms:
+        """Return what was set for the later attempts of a job since it last succeeded: the newest of each.
+
+        A deadline that was changed while a later attempt lived was for that attempt, and ends what was set before.
+        """
+        succeeded = sa.select(sa.func.max(IncarnationRow.incarnation)).where(
+            IncarnationRow.job_id == job_id, IncarnationRow.state == State.SUCCEEDED
+        )
+        query = sa.select(AmendmentRow).where(
+            AmendmentRow.job_id == job_id,
+            AmendmentRow.answer.is_not(None),
+            AmendmentRow.incarnation > sa.func.coalesce(succeeded.scalar_subquery(), 0),
+        )
+        terms = NextTerms(None, best_effort=False, value=None)
+        for amendment in self.session.scalars(query.order_by(AmendmentRow.amendment_id)):
             answer = readable(amendment.answer)
-            if answer is not None and answer.accepted and answer.for_next_attempt:
-                return amendment
-        return None
+            if answer is None or not answer.accepted:
+                continue
+            if amendment.deadline_at is not None or amendment.best_effort:
+                lasts = answer.for_next_attempt
+                terms = terms._replace(
+                    deadline_at=amendment.deadline_at if lasts else None, best_effort=lasts and amendment.best_effort
+                )
+            if answer.for_next_attempt and amendment.value is not None:
+                terms = terms._replace(value=amendment.value)
+        return terms
 
     def events(self, after: int, job_id: str | None, limit: int) -> list[EventRow]:
         """Return events with an id larger than ``after``, oldest first."""

@@ -25,7 +25,7 @@ export async function resubmit(job, change) {
   const asks = change.best_effort ? 'is best effort' : `asks for the deadline ${f.moment(change.deadline_at)}`;
   const text = `Airflow clears ${jobName(identity)} and the failed tasks after it. The new attempt ${asks}; attempts of other runs ask for what the DAG says.`;
   if (!(await confirmed('Submit this job again?', text, 'Submit', 'primary'))) return null;
-  const answer = await api.amend(identity.dag_id, job.job_id, { claim: job.claim, ...change });
+  const answer = await api.amend(identity.dag_id, job.job_id, { claim: job.claim, next_attempt: true, ...change });
   if (!answer.accepted) throw new Error(f.sentence(answer.reason));
   let cleared;
   try {

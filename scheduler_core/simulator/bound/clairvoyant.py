@@ -200,11 +200,13 @@ def _candidates(
 
 
 def _fixed_speed(job: Job, options: Sequence[tuple[int, int, float]]) -> float:
-    """Return the speed of a job at the size that it asked for, or at the nearest measured one, preferring smaller."""
-    asked, sizes = job.requested_workers or job.min_workers, {size for _, size, _ in options}
-    fitting = [size for size in sizes if size <= asked]
-    fixed = max(fitting) if fitting else min(sizes)
-    return max(speed for _, size, speed in options if size == fixed)
+    """Return the best speed on any pool at the size that the job asked for, or the nearest one, preferring smaller."""
+    asked, fastest = job.requested_workers or job.min_workers, 0.0
+    for pool in {pool for pool, _, _ in options}:
+        speeds = {size: speed for other, size, speed in options if other == pool}
+        fixed = max((size for size in speeds if size <= asked), default=min(speeds))
+        fastest = max(fastest, *(speed for size, speed in speeds.items() if size <= fixed))
+    return fastest
 
 
 class _Search:

@@ -545,29 +545,71 @@ def test_the_next_attempt_is_best_effort_if_that_was_set(world):
     assert world.ended(job).state == "succeeded"
 
 
-def test_what_was_set_last_for_the_next_attempts_holds_until_it_has_passed(world):
+@pytest.fixture
+def rejected(world):
+    """A job that was rejected, and how to set what its next attempt asks for."""
     job = world.submit(within=3, scaling_curve=CURVE)
-    world.ended(job)
+    assert world.ended(job).state == "rejected"
 
     def set_to(**terms):
         return world.amend(job.job.job_id, AmendRequest(claim=world.status(job).claim, **terms))
 
+    return job, set_to
+
+
+def test_what_was_set_for_the_next_attempts_holds_until_it_has_passed(world, rejected):
+    job, set_to = rejected
     assert set_to(best_effort=True).accepted
-    assert set_to(deadline_at=world.now_s + 300, value=3.0).accepted
-    refused = set_to(deadline_at=world.now_s - 1)
-    assert not refused.accepted
-    assert refused.reason.endswith("has passed already")
+    assert set_to(deadline_at=world.now_s + 300).accepted
+    assert set_to(value=3.0).accepted
     until_at = world.now_s + 300
     for _ in range(2):
         again = world.submit(within=3, scaling_curve=CURVE, fake={"fail_at_step": 5})
-        assert again.job.deadline_at == until_at
-        assert again.job.value == 3.0
+        assert (again.job.deadline_at, again.job.value) == (until_at, 3.0)
         assert world.ended(job).state == "failed"
     later = world.submit(within=5000, scaling_curve=CURVE, fake={"fail_at_step": 5})
     assert later.job.deadline_at == world.now_s + 5000, "what the DAG asks for, where that is later"
     world.ended(job)
     world.run(300)
-    assert world.submit(within=3, scaling_curve=CURVE).warnings == []
+    (warning,) = world.submit(within=3, scaling_curve=CURVE).warnings
+    assert warning == "this attempt has the value 3, as was set after an earlier one"
+
+
+def test_what_was_set_for_the_next_attempts_ends_with_a_success(world, rejected):
+    job, set_to = rejected
+    assert set_to(best_effort=True).accepted
+    done = world.submit(within=3, scaling_curve=CURVE)
+    assert world.ended(job).state == "succeeded"
+    world.job_service.acknowledge(job.job.job_id, done.claim)
+    anew = world.submit(within=600, scaling_curve=CURVE)
+    assert anew.created
+    assert (anew.job.best_effort, anew.warnings) == (False, [])
+
+
+def test_a_deadline_that_was_changed_while_an_attempt_lived_ends_what_was_set_before(world, rejected):
+    job, set_to = rejected
+    assert set_to(best_effort=True).accepted
+    world.submit(within=3, scaling_curve=CURVE, fake={"fail_at_step": 60})
+    assert set_to(deadline_at=world.now_s + 900).accepted
+    assert world.ended(job).state == "failed"
+    assert not world.submit(within=600, scaling_curve=CURVE).job.best_effort
+
+
+def test_what_the_next_attempt_would_not_heed_is_refused(world, rejected):
+    _, set_to = rejected
+    assert set_to(deadline_at=world.now_s - 1).reason.endswith("has passed already")
+    assert set_to().reason == "nothing to change was given"
+    generous = world.submit(within=5000, scaling_curve=CURVE, task="generous", fake={"fail_at_step": 5})
+    whenever = world.submit(scaling_curve=CURVE, task="whenever", fake={"fail_at_step": 5})
+    for one, why in ((generous, "the task itself asks for a later deadline"), (whenever, "the task asks for best")):
+        assert world.ended(one).state == "failed"
+        request = AmendRequest(claim=one.claim, deadline_at=world.now_s + 300)
+        answer = world.amend(one.job.job_id, request)
+        assert (answer.accepted, answer.reason.startswith(why)) == (False, True), answer.reason
+    lives = world.submit(within=600, scaling_curve=CURVE)
+    answer = set_to(best_effort=True, next_attempt=True)
+    assert (answer.accepted, "meanwhile: look at it first" in answer.reason) == (False, True), "asked for the last one"
+    assert world.status(lives).deadline_at == lives.job.deadline_at
 
 
 # -- code and weights --------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ function speeds(curve) {
 }
 
 function rows(submission) {
-  const { command = {}, best_effort: bestEffort } = submission;
+  const { command, best_effort: bestEffort } = submission;
+  if (!command) return []; // What is stored of it cannot be read.
   const latest = submission.latest_deadline_at;
   return [
     ['Trains', h('code', {}, [command.script ?? command.module, ...(command.args_shown ?? command.args ?? [])].join(' '))],

@@ -46,7 +46,7 @@ export function open({ main, rest: [dag, job], refresh }) {
     const { status } = story;
     show(main, head(story), state.note ? h('p', { class: `banner ${state.note.tone}`, role: 'status', 'data-key': 'note' }, state.note.text) : null, why(story), numbers(story),
       trained(story) ? [course(story), h('div', { class: 'columns', 'data-key': 'curve-workers' }, curve(story), workers(story))] : null,
-      status.state === 'rejected' ? canBeDone(story) : null,
+      status.state === 'rejected' && status.incarnation === story.incarnations ? canBeDone(story) : null,
       h('div', { class: 'columns', 'data-key': 'decisions-runs' }, decisions(got.events, status.incarnation), comparison(feeds.runs, status, state)),
       trained(story) ? h('div', { class: 'columns', 'data-key': 'checkpoints-asked' }, checkpoints(story), asked(story)) : asked(story),
       trained(story) ? logs(status) : null, stacks(status));
@@ -249,5 +249,5 @@ function comparison(feed, status, { runs: most, beside }) {
 
 const checkpoints = (story) => card('Checkpoints', null, story.checkpoints.length
   ? table('Checkpoints', [['Step', 'number'], ['Written', 'nowrap'], ['Age', 'number'], ['Size', 'number'], ['Status', ''], ['Path', 'wide']], story.checkpoints.slice().sort((a, b) => b.step - a.step).map((one) => ({ key: `${one.generation}-${one.step}`, cells: [
-      f.number(one.step), time(one.at), f.duration(f.nowS() - one.at), f.bytes(one.size_bytes), one.promoted ? chip('Promoted', 'ok', '✓', 'Airflow may use it') : chip(one.status || 'Candidate', 'quiet'), h('code', { class: 'path', title: one.digest }, one.path)] })), { kind: 'dense' })
+      f.number(one.step), time(one.at), one.at === null ? '–' : f.duration(f.nowS() - one.at), f.bytes(one.size_bytes), one.promoted ? chip('Promoted', 'ok', '✓', 'Airflow may use it') : chip(one.status || 'Candidate', 'quiet'), h('code', { class: 'path', title: one.digest }, one.path)] })), { kind: 'dense' })
   : h('p', { class: 'quiet-note' }, 'No checkpoint has been written yet.'));

@@ -85,6 +85,7 @@ export const runKey = (run) => `${run.job_id}-${run.incarnation}`;
 export function drawRuns(runs, status, beside) {
   if (runs.length < 2) return;
   const isThis = (run) => run.job_id === status.job_id && run.incarnation === status.incarnation;
+  if (!runs.some((run) => runKey(run) === beside)) beside = '';
   const shown = runs.filter((run) => !beside || isThis(run) || runKey(run) === beside);
   draw('chart-runs', (c) => ({
     data: shown.sort((a, b) => Number(isThis(a)) - Number(isThis(b))).map((run) => {

@@ -8,8 +8,8 @@ import { card, chip, confirmed, decisionChip, empty, firstJob, fold, isLive, job
 const PAUSE_MS = 350;
 const MANY = 8;
 const DRAG_STEP_S = 300;
-const SHOWN_S = [6 * 3600, 48 * 3600];
-const MOST_EXTRA = 16;
+const [LEAST_SHOWN_S, FINE_S] = [6 * 3600, 48 * 3600];
+const EXTRA_TO_DRAG = 16;
 
 export function open({ main, refresh }) {
   const wanted = { deadlines: new Map(), extra: 0, without: new Set() };
@@ -68,14 +68,15 @@ export function open({ main, refresh }) {
   function span(jobs) {
     const from = Math.floor(f.nowS() / DRAG_STEP_S) * DRAG_STEP_S;
     const last = Math.max(...jobs.flatMap((job) => [job.deadline_at ?? from, job.projected_finish_at ?? from]));
-    const [least, most] = SHOWN_S;
-    return { from, until: from + Math.ceil(Math.min(most, Math.max(least, 1.25 * (last - from))) / DRAG_STEP_S) * DRAG_STEP_S };
+    const lengthS = Math.max(LEAST_SHOWN_S, 1.25 * (last - from));
+    const step = DRAG_STEP_S * Math.ceil(lengthS / FINE_S);
+    return { from, until: from + Math.ceil(lengthS / step) * step, step };
   }
 
   /** A deadline to drag, or to move by the arrow keys; the bar behind it ends where the job is projected to finish. */
-  function slider(job, at, { from, until }) {
+  function slider(job, at, { from, until, step }) {
     const part = (moment) => `${(100 * Math.min(1, Math.max(0, (moment - from) / (until - from)))).toFixed(1)}%`;
-    return h('input', { type: 'range', class: 'drag', min: from, max: until, step: DRAG_STEP_S, value: Math.round(at / DRAG_STEP_S) * DRAG_STEP_S, 'data-input': 'drag', 'data-job': job.job_id, 'data-key': `drag-${job.job_id}`,
+    return h('input', { type: 'range', class: 'drag', min: from, max: until, step, value: from + Math.round((at - from) / step) * step, 'data-input': 'drag', 'data-job': job.job_id, 'data-key': `drag-${job.job_id}`,
       'aria-label': `Move the deadline of ${jobName(job.identity)}`, 'aria-valuetext': f.moment(at), 'data-tip': `deadline ${f.moment(at)}`, style: { '--finish': part(job.projected_finish_at ?? from) } });
   }
 
@@ -107,7 +108,7 @@ export function open({ main, refresh }) {
     return card('Capacity', null,
       h('div', { class: 'stepper' }, h('span', { id: 'more-label' }, 'More nodes', h('span', { class: 'muted small' }, ` of ${f.plural(largest, 'slot')} each`)),
         h('span', { role: 'group', 'aria-labelledby': 'more-label' }, h('button', { type: 'button', class: 'button small-button', 'data-action': 'fewer', 'aria-label': 'One node fewer', disabled: wanted.extra === 0 }, '−'),
-          h('output', { 'aria-live': 'polite' }, String(wanted.extra)), h('input', { type: 'range', class: 'drag', min: 0, max: MOST_EXTRA, value: wanted.extra, 'aria-label': 'More nodes', 'data-input': 'extra', 'data-key': 'extra' }), h('button', { type: 'button', class: 'button small-button', 'data-action': 'more', 'aria-label': 'One node more', disabled: wanted.extra >= MOST_EXTRA }, '+'))),
+          h('output', { 'aria-live': 'polite' }, String(wanted.extra)), h('input', { type: 'range', class: 'drag', min: 0, max: Math.max(EXTRA_TO_DRAG, wanted.extra), value: wanted.extra, 'aria-label': 'More nodes', 'data-input': 'extra', 'data-key': 'extra' }), h('button', { type: 'button', class: 'button small-button', 'data-action': 'more', 'aria-label': 'One node more' }, '+'))),
       h('fieldset', { class: 'nodes scroll' }, h('legend', {}, 'Current nodes'), nodes.map((node) => {
         const slots = cluster.slots.filter((slot) => slot.node_id === node);
         const held = slots.filter((slot) => slot.job_id || slot.busy).length;
@@ -193,7 +194,7 @@ export function open({ main, refresh }) {
         got.filter = target.value.toLowerCase().trim();
         render();
         return;
-      } else if (action === 'more') wanted.extra = Math.min(MOST_EXTRA, wanted.extra + 1);
+      } else if (action === 'more') wanted.extra += 1;
       else if (action === 'fewer') wanted.extra = Math.max(0, wanted.extra - 1);
       else if (action === 'node') wanted.without[target.checked ? 'delete' : 'add'](target.value);
       else if (action === 'reset') {
