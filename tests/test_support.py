@@ -91,7 +91,7 @@ def test_who_is_done_with_its_own_room_helps_out_in_the_other(
     assert taken["trains"] == ["tests/demo/test_f.py", "tests/runtime/test_a.py"]
     assert taken["waits"] == [
         "tests/airflow/stack",
+        "tests/ui/test_e.py",  # what takes long, of its own and of the other's
         "tests/service/test_c.py",
-        "tests/ui/test_e.py",
         "tests/service/local/test_b.py",
     ]

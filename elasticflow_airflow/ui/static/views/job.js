@@ -201,10 +201,10 @@ const course = (story) => card('Course', story.samples.length ? null : 'The firs
   fold('samples', 'Measurements as a table', table('Measurements', [['Time', 'nowrap'], ['Step', 'number'], ['Loss', 'number'], ['Steps/s', 'number'], ['Workers', 'number']],
     story.samples.slice(-100).map((one, at) => ({ key: `m${at}`, cells: [f.momentFine(one.at), f.number(one.step), f.number(one.loss, 4), f.number(one.steps_per_s), f.number(one.workers)] })))));
 
-const curve = (story) => card('Scaling', 'Speed by number of workers: as measured, and as the scheduler reckons with.',
+const curve = (story) => card('Scaling', 'Speed by number of workers: as measured, and as the scheduler assumes.',
   story.curve.length
-    ? [place('chart-curve', 'Line chart: steps per second by number of workers, measured and reckoned', 230),
-      fold('curve', 'As a table', table('Scaling curve', [['Workers', 'number'], ['Measured steps/s', 'number'], ['Reckoned steps/s', 'number']], story.curve.map((point) => ({ key: `c${point.workers}`, cells: [f.number(point.workers), f.number(point.measured_steps_per_s), f.number(point.reckoned_steps_per_s)] }))))]
+    ? [place('chart-curve', 'Line chart: steps per second by number of workers, measured and assumed', 230),
+      fold('curve', 'As a table', table('Scaling curve', [['Workers', 'number'], ['Measured steps/s', 'number'], ['Assumed steps/s', 'number']], story.curve.map((point) => ({ key: `c${point.workers}`, cells: [f.number(point.workers), f.number(point.measured_steps_per_s), f.number(point.reckoned_steps_per_s)] }))))]
     : h('p', { class: 'quiet-note' }, 'Not measured yet. The curve fills as the job trains with different numbers of workers.'));
 
 function workers(story) {

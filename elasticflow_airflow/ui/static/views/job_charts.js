@@ -70,7 +70,7 @@ export function drawCurve({ curve, status }) {
     return {
       data: [
         { x, y: x.map((workers) => (one === null ? null : workers * one)), name: 'linear', mode: 'lines', line: { color: c.border, width: 1.4, dash: 'dot' }, hoverinfo: 'skip' },
-        { x, y: curve.map((point) => point.reckoned_steps_per_s), name: 'reckoned', mode: 'lines', line: { color: c.accent, width: 1.8 }, hovertemplate: '%{y:.3g} reckoned<extra></extra>' },
+        { x, y: curve.map((point) => point.reckoned_steps_per_s), name: 'assumed', mode: 'lines', line: { color: c.accent, width: 1.8 }, hovertemplate: '%{y:.3g} assumed<extra></extra>' },
         { x, y: curve.map((point) => point.measured_steps_per_s), name: 'measured', mode: 'markers', marker: { color: c.accent, size: 9, line: { color: c.card, width: 1.5 } }, hovertemplate: '%{y:.3g} measured<extra></extra>' },
         { x: at === null ? [] : [status.workers], y: at === null ? [] : [at], name: 'now', mode: 'markers', marker: { color: 'rgba(0,0,0,0)', size: 17, line: { color: c.accent, width: 1.6 } }, hoverinfo: 'skip' },
       ],
