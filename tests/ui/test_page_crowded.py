@@ -269,6 +269,23 @@ def test_a_run_is_compared_with_an_earlier_one(look: Any, cluster: CrowdedCluste
     wait("all curves", lambda: curves.count() > 2)
 
 
+def test_who_is_used_keeps_the_focus_when_others_leave_the_list(look: Any) -> None:
+    page = look("#/cluster")
+    shown(page)
+    focused = """async () => {
+      const { h, show } = await import('./static/dom.js');
+      const into = document.body.appendChild(h('div', {}));
+      const input = (key) => h('input', { type: 'range', 'aria-label': key, 'data-key': key });
+      const items = (...keys) => keys.map((key) => h('p', { 'data-key': key }, input(key)));
+      show(into, items('a', 'b', 'c', 'd'));
+      const used = into.querySelector('[aria-label=c]');
+      used.focus();
+      show(into, items('a', 'c', 'd', 'e'));
+      return [document.activeElement === used, into.querySelectorAll('p').length];
+    }"""
+    assert page.evaluate(focused) == [True, 4]
+
+
 def test_each_dag_keeps_its_colour(look: Any, cluster: CrowdedCluster) -> None:
     page = look("#/cluster")
     shown(page)

@@ -64,6 +64,11 @@ function morphControl(into, wanted) {
 }
 
 function morphChildren(into, wanted) {
+  const stay = new Set([...wanted.childNodes].map(keyOf));
+  for (const child of [...into.childNodes]) {
+    // Before anything else: whatever is moved into its place would lose focus, or what somebody drags.
+    if (keyOf(child) !== null && !stay.has(keyOf(child))) child.remove();
+  }
   const keyed = new Map();
   for (const child of into.childNodes) if (keyOf(child) !== null) keyed.set(keyOf(child), child);
   let at = into.firstChild;

@@ -7,6 +7,7 @@ optional dependency, imported when something is drawn.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,9 +28,13 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg")
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800", "#555555")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+_LEAST_NAME = 4
+_DEADLINE = "#B3261E"
 _INK, _FAINT, _RULE = "#222222", "#777777", "#DDDDDD"
 _JOB_COLOURS = ("#7FB7DD", "#F3C969", "#7CC8AE", "#E3B5CE", "#B5DDF3", "#EBA06C", "#DAD36A", "#C9C4E8")
 """Paler, so that numbers on them are readable."""
+_COLOURED = 5
+"""So many policies have a colour where curves are compared; more of them would be a tangle."""
 _BINS = 240
 _HOUR_S = 3600.0
 _STYLE: dict[Any, Any] = {
@@ -116,14 +121,15 @@ def draw(
 
 
 def deadlines(comparison: Comparison) -> Figure:
-    """Draw the deadlines met by each policy, with the bound and the number of all deadlines."""
-    rows, facts = comparison.rows(), comparison.setting.facts()
-    figure, (axes,) = _canvas(1, 8.0, 1.3 + 0.36 * len(rows))
+    """Draw the deadlines met by each policy, most first, with the bound and the number of all deadlines."""
+    facts = comparison.setting.facts()
+    pairs = sorted(zip(comparison.rows(), comparison.played, strict=True), key=lambda pair: -int(pair[0]["met"] or 0))
+    figure, (axes,) = _canvas(1, 8.0, 1.3 + 0.36 * len(pairs))
     wanted = int(facts["deadlines"] or 0)
-    for place, row in enumerate(rows):
+    for place, (row, played) in enumerate(pairs):
         met, late = int(row["met"] or 0), int(row["late_though_admitted"] or 0)
         axes.barh(place, wanted, color="#F1F1F1", height=0.68)
-        axes.barh(place, met, color=_bar(comparison.played[place].contender), height=0.68)
+        axes.barh(place, met, color=_bar(played.contender), height=0.68)
         if late:
             axes.barh(place, late, left=met, color=_COLOURS[5], height=0.68, hatch="////", edgecolor="white")
         share = "" if row["of_bound"] is None else f"   {100 * float(row['of_bound']):.1f} % of the bound"
@@ -134,7 +140,7 @@ def deadlines(comparison: Comparison) -> Figure:
         where = (comparison.bound.met, 1.0)
         text = f"bound {comparison.bound.met}"
         axes.annotate(text, where, (0, 3), axes.get_xaxis_transform(), "offset points", ha="center", fontsize=8.5)
-    _named_rows(axes, [str(row["policy"]) for row in rows])
+    _named_rows(axes, [str(row["policy"]) for row, _ in pairs])
     axes.spines["left"].set_visible(False)
     axes.set_xlim(0, wanted)
     axes.set_xlabel(f"deadlines met, of {wanted}")
@@ -169,24 +175,29 @@ def slots_over_time(comparison: Comparison) -> Figure:
 
 
 def completion(comparison: Comparison) -> Figure:
-    """Draw the percentage of all jobs done within a time of their submission."""
+    """Draw the percentage of all jobs done within a time of their submission.
+
+    Our policies and those that meet most deadlines have a colour, five at most; all others are grey.
+    """
     figure, (axes,) = _canvas(1, 8.0, 4.4)
-    fastest = math.inf
-    for place, one in enumerate(comparison.played):
+    ranked = sorted(comparison.played, key=lambda one: (not one.contender.ours, -int(one.result.summary()["met"] or 0)))
+    others = len(ranked) - _COLOURED
+    for place, one in enumerate(ranked):
         times, parts = series.completion_cdf(one.result.records)
         if not times:
             continue
-        fastest = min(fastest, times[0])
         hours = [max(t, 1.0) / _HOUR_S for t in times]
+        coloured = place < _COLOURED
+        label = one.contender.label if coloured else f"{others} others" if place == _COLOURED else None
         axes.step(
             [*hours, hours[-1]],
             [100 * part for part in [*parts, parts[-1]]],
             where="post",
-            label=one.contender.label,
-            color=_COLOURS[place % len(_COLOURS)],
-            linestyle=_DASHES[(place + place // len(_COLOURS)) % len(_DASHES)],
-            linewidth=2.4 if one.contender.ours else 1.5,
-            zorder=3 if one.contender.ours else 2,
+            label=label,
+            color=_COLOURS[place] if coloured else "#C4C4C4",
+            linestyle=_DASHES[place % len(_DASHES)] if coloured else "-",
+            linewidth=2.4 if one.contender.ours else 1.5 if coloured else 0.9,
+            zorder=(3 if one.contender.ours else 2) if coloured else 1,
         )
     axes.set_xscale("log")
     _hours_axis(axes)
@@ -201,8 +212,12 @@ def completion(comparison: Comparison) -> Figure:
 
 
 def gantt(setting: Setting, played: Played, window: tuple[float, float]) -> Figure:
-    """Draw a window of a schedule: which jobs hold which slots when, with their pauses."""
+    """Draw a window of a schedule: which jobs hold which slots when, with their pauses and deadlines.
+
+    A job has the same colour in the schedule of every policy.
+    """
     from matplotlib.collections import PatchCollection
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Rectangle
 
     begin, end = window
@@ -212,13 +227,14 @@ def gantt(setting: Setting, played: Played, window: tuple[float, float]) -> Figu
     unit_s, unit = _unit(end - begin)
     figure, (axes,) = _canvas(1, 10.0, min(10.0, 1.6 + 0.075 * max(len(rows), 24)))
     row_points = 72.0 * figure.get_figheight() * 0.77 / len(rows)
-    colours: dict[str, str] = {}
     bodies, faces, stops = [], [], []
+    last_held: dict[str, list[tuple[int, int]]] = {}
     labels: dict[str, tuple[float, float, float]] = {}
+    """By job: the longest of its blocks that is high enough for a text, and its middle."""
     for span in series.spans(played.changes):
         if span.end_s <= begin or span.begin_s >= end:
             continue
-        colour = colours.setdefault(span.job_id, _JOB_COLOURS[len(colours) % len(_JOB_COLOURS)])
+        last_held[span.job_id] = series.blocks(span.slots, rows)
         low, high = (max(span.begin_s, begin) - begin) / unit_s, (min(span.end_s, end) - begin) / unit_s
         costs = setting.conditions
         pause = costs.pause_s
@@ -227,20 +243,23 @@ def gantt(setting: Setting, played: Played, window: tuple[float, float]) -> Figu
         ready = max(low, min(high, (span.begin_s + pause - begin) / unit_s))
         for first, number in series.blocks(span.slots, rows):
             bodies.append(Rectangle((low, first), high - low, number))
-            faces.append(colour)
+            faces.append(_colour_of(span.job_id))
             if ready > low:
                 stops.append(Rectangle((low, first), ready - low, number))
-            area = (high - low) * number if number * row_points > 8.0 else 0.0
-            if area > labels.get(span.job_id, (0.0, 0.0, 0.0))[0]:
-                labels[span.job_id] = (area, (low + high) / 2, first + number / 2)
+            long = high - low if number * row_points > 8.0 else 0.0
+            if long > labels.get(span.job_id, (0.0, 0.0, 0.0))[0]:
+                labels[span.job_id] = (long, (low + high) / 2, first + number / 2)
     axes.add_collection(PatchCollection(bodies, facecolors=faces, edgecolors="white", linewidths=0.5))
     axes.add_collection(PatchCollection(stops, facecolors=_INK, edgecolors="none", alpha=0.7))
-    numbers = {job.job_id: i + 1 for i, job in enumerate(setting.trace.jobs)}
-    width, height = (end - begin) / unit_s, len(rows)
-    for job_id, (area, x, y) in labels.items():
-        if area > 0.002 * width * height:
-            text = f"{numbers[job_id]}{' late' if job_id in late else ''}"
-            axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color=_INK)
+    width = (end - begin) / unit_s
+    for job in setting.trace.jobs:
+        x = math.nan if job.deadline_s is None else (job.deadline_s - begin) / unit_s
+        for first, number in last_held.get(job.job_id, ()) if 0.0 <= x <= width else ():
+            axes.plot([x, x], [first, first + number], color=_DEADLINE, linewidth=1.6, solid_capstyle="butt")
+    letter = width / (72.0 * figure.get_figwidth() * 0.77 / 4.4)
+    for job_id, (long, x, y) in labels.items():
+        text = _shortened(f"{job_id}{' late' if job_id in late else ''}", int(long / letter))
+        axes.text(x, y, text, ha="center", va="center", fontsize=7.5, color=_INK)
     edges = [0]
     for node in setting.nodes:
         edges.append(edges[-1] + node.slots)
@@ -251,17 +270,21 @@ def gantt(setting: Setting, played: Played, window: tuple[float, float]) -> Figu
     axes.set_yticks(middles, [str(i) for i in range(0, len(setting.nodes), step)])
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
+    axes.set_ylim(len(rows), 0)
     axes.set_ylabel(f"node (of {setting.nodes[0].slots} slots)")
     offset = (begin - played.result.begin_s) / _HOUR_S
     axes.set_xlabel(f"{unit}, from {offset:.1f} h after the first submission")
-    handles = [Rectangle((0, 0), 1, 1, color=_INK, alpha=0.7), Rectangle((0, 0), 1, 1, color=_JOB_COLOURS[0])]
+    handles = [
+        Rectangle((0, 0), 1, 1, color=_INK, alpha=0.7),
+        Rectangle((0, 0), 1, 1, color=_JOB_COLOURS[0]),
+        Line2D([], [], color=_DEADLINE, linewidth=1.6),
+    ]
     axes.legend(
         handles,
-        ["pause: start, resize, migration", "a job, by its number in the trace"],
+        ["pause: start, resize, migration", "a job", "its deadline"],
         loc="upper right",
         bbox_to_anchor=(1.0, -0.5 / figure.get_figheight()),
-        ncols=2,
+        ncols=3,
     )
     _title(axes, f"Who holds which slots: {played.contender.label}", setting)
     return figure
@@ -343,6 +366,18 @@ def _named_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(names) - 0.4, -0.6)
+
+
+def _colour_of(job_id: str) -> str:
+    return _JOB_COLOURS[zlib.crc32(job_id.encode()) % len(_JOB_COLOURS)]
+
+
+def _shortened(text: str, most: int) -> str:
+    """Shorten a name in its middle to so many characters; to nothing if it would say nothing any more."""
+    if len(text) <= most:
+        return text
+    end = (most - 1) // 2
+    return "" if most < _LEAST_NAME else f"{text[: most - 1 - end]}\u2026{text[len(text) - end :]}"
 
 
 def _bar(contender: Contender) -> str:
