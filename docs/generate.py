@@ -115,7 +115,7 @@ def stages_of_a_pass() -> str:
 
     made = stages(cast(StageParts, None))  # Their names and words alone: none is run.
     rows = [f"| {number} | {one.name} | {one.needs} | {one.gives} |" for number, one in enumerate(made, 1)]
-    return "\n".join(["| | stage | needs | gives |", "|---|---|---|---|", *rows])
+    return "\n".join(["| | stage | input | output |", "|---|---|---|---|", *rows])
 
 
 def job_states() -> str:

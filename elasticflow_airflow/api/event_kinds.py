@@ -41,26 +41,26 @@ class EventKind(StrEnum):
     ADMITTED = "admitted", Tone.GOOD, "Its deadline is promised, or it trains as best effort."
     REJECTED = "rejected", Tone.BAD, "Its deadline cannot be promised."
     BEST_EFFORT = "best_effort", Tone.QUIET, "Its deadline has passed, and it continues without one."
-    AMENDED = "amended", Tone.QUIET, "Its deadline or value was changed; after its end, for its next attempt."
+    AMENDED = "amended", Tone.QUIET, "Its deadline or value was changed; once it has ended, for its next attempt."
     AMEND_REJECTED = "amend_rejected", Tone.WARNING, "A requested change of its deadline or value cannot be promised."
 
     # Reported by the training
-    SEED = "seed", Tone.QUIET, "The seed and the number of logical workers it trains with."
-    LENGTH = "length", Tone.QUIET, "The number of steps, as its script says."
-    LOGICAL_WORKERS = "logical_workers", Tone.QUIET, "The number of logical workers, as its script says."
-    INITIALISED = "initialised", Tone.QUIET, "The weights it starts from."
+    SEED = "seed", Tone.QUIET, "It trains with this seed."
+    LENGTH = "length", Tone.QUIET, "Its script reported the number of steps."
+    LOGICAL_WORKERS = "logical_workers", Tone.QUIET, "Its script reported the number of logical workers."
+    INITIALISED = "initialised", Tone.QUIET, "Its initial weights were chosen: an earlier checkpoint, or none."
     MEASURED = "measured", Tone.QUIET, "Its speed with this number of workers was measured."
     NOT_MEASURED = "not_measured", Tone.QUIET, "Its speed with this number of workers could not be measured."
-    TARGET_LENGTH = "target_length", Tone.QUIET, "The step at which the target loss is expected."
+    TARGET_LENGTH = "target_length", Tone.QUIET, "The prediction of when it reaches the target loss has changed."
     TARGET_REACHED = "target_reached", Tone.GOOD, "It reached the target loss."
     TARGET_MISSED = "target_missed", Tone.WARNING, "It made all its steps without reaching the target loss."
     CHECKPOINT = "checkpoint", Tone.QUIET, "A checkpoint was verified and is used from now on."
     CHECKPOINT_DAMAGED = "checkpoint_damaged", Tone.BAD, "A checkpoint could not be verified and is not used."
-    WARNING = "warning", Tone.WARNING, "Something its owner should know."
+    WARNING = "warning", Tone.WARNING, "There is a warning for its owner."
 
     # Its workers
     STARTED = "started", Tone.ACTIVE, "Its workers started to train."
-    RESIZED = "resized", Tone.ACTIVE, "It gets its first slots, or other ones."
+    RESIZED = "resized", Tone.ACTIVE, "It was given its first slots, or different ones."
     RESCALED = "rescaled", Tone.ACTIVE, "Its workers changed in place, without a restart."
     KEPT = "kept", Tone.QUIET, "It keeps its workers."
     SUSPENDED = "suspended", Tone.WARNING, "It gave up its slots for now."
@@ -81,16 +81,24 @@ class EventKind(StrEnum):
     DEADLINE_MISSED = "deadline_missed", Tone.BAD, "It missed its deadline."
 
     # Its end
-    SUCCEEDED = "succeeded", Tone.GOOD, "It made all its steps."
+    SUCCEEDED = (
+        "succeeded",
+        Tone.GOOD,
+        "It succeeded: all steps are made, the target is reached, or it stopped early on purpose.",
+    )
     FAILED = "failed", Tone.BAD, "It ended without success."
     CANCELLED = "cancelled", Tone.QUIET, "It was cancelled."
     ACKNOWLEDGED = "acknowledged", Tone.QUIET, "Airflow recorded its success."
     OWNER_GONE = "owner_gone", Tone.WARNING, "Airflow reported that its task is gone, so it is cancelled."
-    SET_ASIDE = "set_aside", Tone.BAD, "The service failed on it and leaves it out."
-    TRIED_AGAIN = "tried_again", Tone.QUIET, "It was set aside and is tried again."
+    SET_ASIDE = (
+        "set_aside",
+        Tone.BAD,
+        "The service failed on it: its workers keep running, and nothing else is done for it.",
+    )
+    TRIED_AGAIN = "tried_again", Tone.QUIET, "It was set aside, and the service manages it again."
 
     # Runs that are expected
-    RUN_EXPECTED = "run_expected", Tone.QUIET, "The next run of its task is expected at this time."
+    RUN_EXPECTED = "run_expected", Tone.QUIET, "The next runs of its task are expected at these times."
     RUN_MISSED = "run_missed", Tone.QUIET, "An expected run was not submitted."
 
     # The cluster
@@ -98,8 +106,8 @@ class EventKind(StrEnum):
     CLOCK_JUMPED = "clock_jumped", Tone.WARNING, "The machine's clock was changed."
     NODE_LOST = "node_lost", Tone.BAD, "A node was lost."
     NODE_CHANGED = "node_changed", Tone.QUIET, "A node joined, or has another number of slots."
-    NODE_DRAINING = "node_draining", Tone.WARNING, "A node will go away, or stays after all."
-    DEVICE_FAULT = "device_fault", Tone.BAD, "A device failed; its slot or its node is not used."
-    LEFTOVER = "leftover", Tone.WARNING, "Unknown workers hold slots."
-    LEFTOVER_GONE = "leftover_gone", Tone.QUIET, "Those workers have ended."
+    NODE_DRAINING = "node_draining", Tone.WARNING, "A node is about to be drained, or its drain was undone."
+    DEVICE_FAULT = "device_fault", Tone.BAD, "A device failed: its slot, or its whole node, is avoided."
+    LEFTOVER = "leftover", Tone.WARNING, "Workers that the service does not know hold slots."
+    LEFTOVER_GONE = "leftover_gone", Tone.QUIET, "The unknown workers have ended."
     SLOT_BACK = "slot_back", Tone.QUIET, "A slot that was avoided is used again."

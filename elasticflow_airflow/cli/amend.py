@@ -28,7 +28,7 @@ def amend(
 ) -> None:
     """Change a job's deadline or value, if that can be promised; otherwise nothing changes (status 3).
 
-    Of a job that was rejected, failed or cancelled, what its next attempt asks for: then clear its task in Airflow.
+    For a job that was rejected, failed or cancelled, set what its next attempt asks for; then clear its task.
     """
     check_name(job_id)
     if deadline is None and not best_effort and value is None:

@@ -43,7 +43,7 @@ def doctor(
     state_dir: Path | None = StateDir,
     as_json: bool = AsJson,
 ) -> None:
-    """Look for problems: connection, versions, slots, torch, disk, clock, name service, memory; say what to do.
+    """Look for problems: connection, versions, slots, torch, disk, clock, DNS, memory; say what to do.
 
     Ends with status 1 if there is a problem; warnings alone end it with 0.
     """

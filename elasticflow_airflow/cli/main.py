@@ -73,19 +73,27 @@ def version() -> None:
     _print_version(True)
 
 
+_OwnStateDir = typer.Option(
+    None,
+    "--state-dir",
+    help="State directory of this service: database, log, code, checkpoints. Default: elasticflow in $AIRFLOW_HOME,"
+    " else ~/.elasticflow.",
+)
+
+
 @app.command()
 def serve(
     host: str | None = typer.Option(
         None, help="Listen on TCP at this address; needs ELASTICFLOW_TOKEN or ELASTICFLOW_TOKEN_FILE."
     ),
-    port: int | None = typer.Option(None, min=0, max=65535, help="TCP port."),
+    port: int | None = typer.Option(None, min=0, max=65535, help="TCP port; default: 8321."),
     policy: str | None = typer.Option(
-        None, help="Only elasticflow, the service's one scheduler; elasticflow simulate runs the others."
+        None, help="Must be elasticflow. To try other policies, use elasticflow simulate."
     ),
     objective: str | None = typer.Option(
         None, help="Which jobs to admit when not all fit: auto (default), first-come, or value."
     ),
-    state_dir: Path | None = StateDir,
+    state_dir: Path | None = _OwnStateDir,
 ) -> None:
     """Run the scheduler service in the foreground. Every setting has an environment variable ELASTICFLOW_<NAME>."""
     given = {"HOST": host, "PORT": port, "POLICY": policy, "OBJECTIVE": objective, "STATE_DIR": state_dir}

@@ -16,7 +16,7 @@ from elasticflow_airflow.cli.terminal.tables import Column, print_table
 from elasticflow_airflow.client import ElasticFlowClient, JobNotFound, StaleClaim
 from elasticflow_airflow.times import local_moment
 
-SILENT = "With --unowned: nobody has polled it for this many seconds."
+SILENT = "With --unowned: count a job as unowned once nobody has polled it for this many seconds."
 _COLUMNS = (
     Column("job", key=True),
     Column("task"),

@@ -139,7 +139,7 @@ class VisibilityFilter:
             return answer
         kept = sum(item.outcome == "kept" for item in items)
         lost = sum(item.outcome in ("at_risk", "missed") for item in items)
-        summary = f"of the deadlines that you may see, {kept} will be kept and {lost} will not" if items else ""
+        summary = f"of the deadlines that you can see, {kept} will be met and {lost} missed" if items else ""
         return answer.model_copy(update={"items": items, "kept": kept, "not_kept": lost, "summary": summary})
 
     def what_if(self, answer: WhatIf) -> WhatIf:

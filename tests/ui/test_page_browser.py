@@ -519,7 +519,7 @@ def test_a_forecast_that_does_not_come_is_no_calm(look: Any) -> None:
     page.get_by_role("link", name="Cluster").first.click()
     page.get_by_text("Unknown: the forecast did not come.").wait_for()
     page.get_by_text("the forecast did not come", exact=True).wait_for()
-    assert page.get_by_text("on course").count() == 0
+    assert page.get_by_text("on track").count() == 0
     assert page.get_by_text("nothing at risk").count() == 0
 
 

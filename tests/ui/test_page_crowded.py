@@ -83,7 +83,8 @@ def test_what_is_in_trouble_stands_on_top_with_what_can_be_done(look: Any, clust
     first = card.get_by_role("listitem").first
     assert "Late" in first.inner_text()
     assert re.search(r"Is projected to finish \d+ min after its deadline\.", first.inner_text())
-    assert first.get_by_role("link", name="What if").get_attribute("href") == "#/what-if"
+    late = next(job for job in cluster.jobs() if job.job_id in first.inner_html())
+    assert first.get_by_role("link", name="What if").get_attribute("href") == f"#/what-if?job={late.job_id}"
     asked = len(cluster.asked)
     first.get_by_role("button", name="Best effort").click()
     page.get_by_role("dialog").get_by_role("button", name="Best effort").click()
@@ -256,7 +257,7 @@ def test_the_time_is_zoomed_and_moved_by_wheel_drag_keys_and_buttons(look: Any, 
 def test_a_run_is_compared_with_an_earlier_one(look: Any, cluster: CrowdedCluster) -> None:
     job = next(job for job in cluster.jobs() if job.state == "running")
     page = look(f"#/job/{job.identity.dag_id}/{job.job_id}")
-    card = page.get_by_role("region", name="Beside its last runs")
+    card = page.get_by_role("region", name="Compared with recent runs")
     page.locator("#chart-runs .main-svg").first.wait_for()
     curves = page.locator("#chart-runs .scatterlayer .trace")
     assert curves.count() > 2

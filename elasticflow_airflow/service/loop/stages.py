@@ -80,9 +80,9 @@ def stages(parts: StageParts) -> tuple[Stage, ...]:
             lambda context, _: setting_aside.write_down(context, parts.secrets_to_hide),
         ),
         Stage(
-            "look after jobs set aside",
+            "keep jobs set aside alive",
             "what the engine observed of their workers",
-            "workers that continue, and their ends",
+            "renewed leases, and ended jobs",
             lambda context, seen: setting_aside.look_after(context, seen.observations),
         ),
         Stage(
@@ -105,14 +105,14 @@ def stages(parts: StageParts) -> tuple[Stage, ...]:
         ),
         Stage(
             "record verified checkpoints",
-            "candidates that were verified",
+            "candidate checkpoints that passed verification",
             "the checkpoint to continue from",
             lambda context, seen: promotion.record(context, seen.looked),
         ),
         Stage(
             "find where to resume",
             "checkpoints of the previous incarnation",
-            "new jobs that need not start at step 0",
+            "jobs that resume instead of starting at step 0",
             lambda context, seen: resuming.record(context, seen.looked, parts.candidate_service),
         ),
         Stage(
@@ -128,15 +128,15 @@ def stages(parts: StageParts) -> tuple[Stage, ...]:
             lambda context, _: slow_workers.watch(context),
         ),
         Stage(
-            "handle refusals",
+            "handle engine refusals",
             "what the engine refused in the previous pass",
-            "another way, or an end",
+            "a retry, a restart instead, or a failed job",
             lambda context, _: record_refusals(context, parts.actuator),
         ),
         Stage(
-            "judge ended gangs",
+            "handle gangs that ended",
             "gangs that ended, and the checkpoint to continue from",
-            "restarts, or decided ends",
+            "restarts, or final outcomes",
             lambda context, _: endings.settle(context),
         ),
         Stage(
@@ -152,9 +152,9 @@ def stages(parts: StageParts) -> tuple[Stage, ...]:
             lambda context, seen: parts.leases.check(context, seen.monotonic_s),
         ),
         Stage(
-            "expect runs",
+            "reserve slots for expected runs",
             "timetables, and runs that were submitted",
-            "slots that are kept free",
+            "reserved slots",
             lambda context, _: parts.recurring_runs.keep(context),
         ),
         Stage(
@@ -182,21 +182,21 @@ def stages(parts: StageParts) -> tuple[Stage, ...]:
             lambda context, _: _wake(context),
         ),
         Stage(
-            "break circular waits",
+            "break deadlocks",
             "all decisions so far",
-            "one job that makes room where all wait for each other's slots",
+            "one job that gives up slots where jobs wait for each other's in a circle",
             lambda context, _: rescaling.break_circles(context),
         ),
         Stage(
-            "conclude jobs",
-            "decided ends, and gangs that have left",
+            "finish jobs",
+            "final outcomes, and gangs that have left",
             "results",
             lambda context, _: endings.conclude(context),
         ),
         Stage(
             "update expected runs",
-            "what ended jobs have taught",
-            "slots kept free by better estimates",
+            "what ended jobs have shown",
+            "better reservations",
             lambda context, _: parts.recurring_runs.keep(context) if context.learned else None,
         ),
         Stage(

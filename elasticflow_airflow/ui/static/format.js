@@ -9,11 +9,15 @@ const full = new Intl.DateTimeFormat([], { dateStyle: 'medium', timeStyle: 'long
 export const nowS = () => Date.now() / 1000;
 const dayOf = (at) => new Date(at * 1000).toDateString();
 
-/** 14:05 today, "Tue, 3 Nov 14:05" on other days. */
+const weekday = new Intl.DateTimeFormat([], { weekday: 'short' });
+
+/** 14:05 today, "Tue 14:05" within the next days, "Tue, 3 Nov 14:05" on all others. */
 export function moment(at, reference = nowS()) {
   if (at === null || at === undefined) return '–';
   const date = new Date(at * 1000);
-  return dayOf(at) === dayOf(reference) ? clock.format(date) : `${day.format(date)} ${clock.format(date)}`;
+  if (dayOf(at) === dayOf(reference)) return clock.format(date);
+  const soon = at > reference && at - reference < 6 * DAY_S;
+  return `${(soon ? weekday : day).format(date)} ${clock.format(date)}`;
 }
 
 export const momentFine = (at) =>

@@ -35,7 +35,7 @@ export function stateChip(job) {
 }
 
 const OUTCOMES = {
-  kept: ['On course', 'ok', '✓'],
+  kept: ['On track', 'ok', '✓'],
   at_risk: ['At risk', 'bad', '!'],
   undecided: ['Undecided', 'quiet', '?'],
   missed: ['Would be rejected', 'bad', '✕'],
@@ -79,7 +79,7 @@ export function slackChip(job) {
   if (job.slack_s < 0 || job.at_risk) {
     return chip(job.slack_s < 0 ? `${f.duration(-job.slack_s)} late` : `At risk, ${f.duration(job.slack_s)}`, 'bad', '!');
   }
-  if (!BEGUN.has(job.state)) return chip(`${f.duration(job.slack_s)} planned`, 'quiet', '◷');
+  if (!BEGUN.has(job.state)) return chip(`${f.duration(job.slack_s)} spare as planned`, 'quiet', '◷');
   const left = job.deadline_at - f.nowS();
   return chip(`${f.duration(job.slack_s)} spare`, job.slack_s < 0.1 * left ? 'warn' : 'ok', job.slack_s < 0.1 * left ? '◷' : '✓');
 }

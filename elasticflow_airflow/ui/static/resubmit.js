@@ -16,7 +16,7 @@ export function offered(job) {
 export function choices(job) {
   const at = offered(job);
   const button = (text, change) => h('button', { type: 'button', class: 'button small-button', 'data-action': 'resubmit', 'data-job': job.job_id, value: JSON.stringify(change), 'aria-label': `${text}: ${jobName(job.identity)}` }, text);
-  return [at === null ? null : button(`Submit for ${f.moment(at)}`, { deadline_at: at }), button('Best effort', { best_effort: true })];
+  return [at === null ? null : button(`Submit for ${f.moment(at)}`, { deadline_at: at }), button('Submit as best effort', { best_effort: true })];
 }
 
 /** Asks, then submits again; what has been done, or null if nothing. */

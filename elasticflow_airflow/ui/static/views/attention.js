@@ -47,9 +47,9 @@ function because(trouble, job) {
 function actions(trouble, job, mayEdit) {
   const link = (href, text, more) => h('a', { class: 'button small-button', href, ...more }, text);
   return [
-    ['late', 'at_risk'].includes(trouble) ? link('#/what-if', 'What if') : null,
+    ['late', 'at_risk'].includes(trouble) ? link(`#/what-if?job=${encodeURIComponent(job.job_id)}`, 'What if') : null,
     isLive(job) && mayEdit && !job.best_effort && trouble !== 'unowned'
-      ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'best-effort', 'data-dag': job.identity.dag_id, 'data-job': job.job_id, 'data-claim': job.claim, 'aria-label': `Best effort: ${jobName(job.identity)}` }, 'Best effort')
+      ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'best-effort', 'data-dag': job.identity.dag_id, 'data-job': job.job_id, 'data-claim': job.claim, 'aria-label': `Make best effort: ${jobName(job.identity)}` }, 'Make best effort')
       : null,
     trouble === 'rejected' && mayEdit ? choices(job) : null,
     link(airflowTask(job.identity), isLive(job) ? 'Open the task' : 'Open the task to rerun it', { 'data-outside': '' }),

@@ -221,7 +221,7 @@ function overview(cluster, { value: week }, forecast) {
     ['Slots in use', h('span', {}, `${taken}`, h('small', {}, ` of ${cluster.slots.length}`)), draining ? `${f.plural(draining, 'node')} leaving` : `${computing} computing`],
     ['Jobs', h('span', {}, `${running}`, h('small', {}, ' running')), waiting ? `${waiting} waiting` : cluster.hidden_jobs ? `${cluster.hidden_jobs} of other teams` : 'none waits'],
     nextDay(cluster, forecast),
-    ['Deadlines met, 7 days', judged ? f.percent(met / judged) : '–', judged ? `${f.number(met)} of ${f.number(judged)}` : week ? 'none was due' : 'loading…'],
+    ['Deadlines met, 7 days', judged ? f.percent(met / judged) : '–', judged ? `${f.number(met)} of ${f.number(judged)}` : week ? 'none due yet' : 'loading…'],
   );
 }
 
@@ -234,7 +234,7 @@ export function nextDay({ jobs }, { value: forecast, error }) {
   if (!forecast) return [title, '–', lateNow ?? 'loading…', late ? 'bad' : null];
   const open = forecast.items.length - forecast.kept - forecast.not_kept;
   const failing = forecast.not_kept ? `${forecast.not_kept} will not make it` : lateNow;
-  return [title, h('span', {}, `${forecast.kept}`, h('small', {}, ` of ${forecast.items.length} on course`)),
+  return [title, h('span', {}, `${forecast.kept}`, h('small', {}, ` of ${forecast.items.length} on track`)),
     failing ?? (open ? `${open} not known yet` : forecast.items.length ? 'nothing at risk' : 'nothing is due'), failing ? 'bad' : null];
 }
 
@@ -242,7 +242,6 @@ function outlook(feed) {
   const forecast = feed.error ? null : feed.value; // An old forecast would be a promise that nobody makes any more.
   if (!forecast) return card('Next 24 hours', feed.error ? 'Unknown: the forecast did not come.' : null, feedNote(feed, 'forecast'));
   const byDag = group(forecast.items, (item) => item.dag_id);
-  const missing = forecast.missing_slots ? ` With ${f.plural(forecast.missing_slots, 'more slot')} all would be kept.` : '';
   const inside = forecast.items.length
     ? h('div', { class: 'scroll', tabindex: 0, role: 'group', 'aria-label': 'Forecast by DAG' }, [...byDag].map(([dag, items]) => h('section', { class: 'dag', 'data-key': `dag-${dag}` },
         h('h3', {}, h('span', { class: `swatch c${colourOf(dag)}`, 'aria-hidden': 'true' }), dag),
@@ -254,7 +253,7 @@ function outlook(feed) {
             item.outcome === 'missed' && item.earliest_deadline_at ? ['; earliest feasible: ', time(item.earliest_deadline_at)] : null,
             item.outcome !== 'kept' && item.reason ? h('div', {}, f.whole(item.reason)) : null)))))))
     : h('p', { class: 'quiet-note' }, 'Recurring tasks appear here once they have run, or when their DAG tells its next runs.');
-  return card('Next 24 hours', f.whole(forecast.summary) + missing, inside);
+  return card('Next 24 hours', f.whole(forecast.summary), inside);
 }
 
 function group(items, by) {
@@ -274,7 +273,7 @@ function byDag(feed) {
   const most = rows[0]?.slot_s || 1;
   return card('Last 7 days', null, feedNote(feed, 'week'), rows.length
     ? table('The last seven days by DAG', [['DAG', ''], ['Runs', 'number'], ['Met', 'number'], ['Rejected', 'number'], ['Median wait', 'number'], ['Slot hours', 'number']], rows.map((sums) => ({ key: sums.dag_id, cells: [
-        h('a', { href: `#/jobs?dag=${encodeURIComponent(sums.dag_id)}`, class: 'plain' }, h('span', { class: `swatch c${colourOf(sums.dag_id)}`, 'aria-hidden': 'true' }), sums.dag_id),
+        h('a', { href: `#/jobs?dag=${encodeURIComponent(sums.dag_id)}`, class: 'plain', 'data-tip': sums.dag_id.length > 28 ? sums.dag_id : null, 'aria-label': sums.dag_id }, h('span', { class: `swatch c${colourOf(sums.dag_id)}`, 'aria-hidden': 'true' }), f.middle(sums.dag_id, 28)),
         f.number(sums.runs), sums.judged ? h('span', { class: sums.met < sums.judged ? 'warn-text' : '' }, `${sums.met} / ${sums.judged}`) : '–',
         sums.rejected ? h('span', { class: 'bad-text' }, f.number(sums.rejected)) : '0', sums.median_wait_s === null ? '–' : f.duration(sums.median_wait_s),
         h('span', { class: 'meter' }, h('span', { class: `c${colourOf(sums.dag_id)}`, style: { width: `${Math.max(2, (44 * sums.slot_s) / most)}px` } }), f.number(sums.slot_s / 3600)),

@@ -83,8 +83,8 @@ export function open({ main, rest: [dag, job], refresh }) {
 
   const logs = (status) => card('Log', null,
     status.log_names.length
-      ? [h('div', { class: 'bar-line', 'data-noexport': '' }, h('label', {}, 'Of ', h('select', { class: 'input', 'data-change': 'log', 'data-key': 'log-name' }, status.log_names.map((name) => h('option', { value: name, selected: name === log.name }, name)))),
-          h('label', { class: 'check' }, h('input', { type: 'checkbox', checked: log.follow, 'data-change': 'follow', 'data-key': 'follow' }), ' follow')),
+      ? [h('div', { class: 'bar-line', 'data-noexport': '' }, h('label', {}, 'Worker ', h('select', { class: 'input', 'data-change': 'log', 'data-key': 'log-name' }, status.log_names.map((name) => h('option', { value: name, selected: name === log.name }, name)))),
+          h('label', { class: 'check' }, h('input', { type: 'checkbox', checked: log.follow, 'data-change': 'follow', 'data-key': 'follow' }), ' Follow')),
         h('pre', { id: 'log', class: 'code log', tabindex: 0, 'data-keep': '', 'data-key': 'log', 'aria-label': 'End of the log' })]
       : h('p', { class: 'quiet-note' }, 'No worker has written anything yet.'));
 
@@ -178,15 +178,21 @@ function untilDeadline(at) {
 
 function numbers(story) {
   const { status } = story;
+  if (!trained(story)) {
+    return h('div', { 'data-key': 'numbers' }, tiles(
+      ['Deadline asked for', status.deadline_at === null ? '–' : time(status.deadline_at), status.best_effort ? 'best effort' : ''],
+      ['Earliest feasible', time(status.verdict.earliest_deadline_at), 'when it was submitted'],
+      ['Submitted', time(status.submitted_at), `${f.duration(f.nowS() - status.submitted_at)} ago`]));
+  }
   const late = isLive(status) ? story.latest_at : null;
   const live = isLive(status);
   const ended = status.result?.finished_at;
   return h('div', { 'data-key': 'numbers' }, progress(status), tiles(
-    ['Workers', f.number(status.workers), status.logical_workers ? `of at most ${status.logical_workers}` : 'as many as there are slots'],
+    ['Workers', f.number(status.workers), status.logical_workers ? `up to ${status.logical_workers}` : 'as many as there are slots'],
     weightsTile(status),
     ['Steps per second', status.steps_per_s ? f.number(status.steps_per_s) : '–', [status.loss !== null ? `loss ${f.number(status.loss)}` : 'no loss reported', story.samples_per_s ? `, ${f.number(story.samples_per_s)} samples/s` : '',
       story.noise_scale ? h('span', { title: 'Gradient noise scale, in samples: global batches beyond it pay little' }, `, noise scale ${f.number(story.noise_scale)}`) : null]],
-    [live ? 'Projected finish' : 'Ended', [time(live ? status.projected_finish_at : ended), late ? h('small', {}, ' 95 % by ', time(late)) : null], status.deadline_at === null ? 'best effort' : h('span', {}, 'deadline ', time(status.deadline_at))],
+    [live ? 'Projected finish' : 'Ended', [time(live ? status.projected_finish_at : ended), late ? h('small', {}, ' 95 % likely by ', time(late)) : null], status.deadline_at === null ? 'best effort' : h('span', {}, 'deadline ', time(status.deadline_at))],
     ['Slack', slackChip(status), live && status.deadline_at !== null ? untilDeadline(status.deadline_at) : ''],
     status.result ? ['Slot hours', f.number(status.result.gpu_seconds / 3600), f.plural(status.result.rescales, 'rescale')] : ['Submitted', time(status.submitted_at), `${f.duration(f.nowS() - status.submitted_at)} ago`],
   ));
@@ -215,7 +221,7 @@ function workers(story) {
         h('span', { class: 'rank' }, `rank ${worker.rank}`),
         h('span', { class: 'split', role: 'img', 'aria-label': `rank ${worker.rank}: ${PARTS.filter(([part]) => worker[part] > 0).map(([part, , text]) => `${text} ${f.percent(worker[part] / sum)}`).join(', ')}` },
           PARTS.map(([part, kind, text]) => worker[part] > 0 ? h('span', { class: `t-${kind}`, style: { 'flex-grow': worker[part] / sum }, 'data-tip': `rank ${worker.rank}\n${text}: ${f.percent(worker[part] / sum)}, ${f.duration(worker[part])}` }) : null)),
-        h('span', { class: 'muted small nowrap' }, f.percent(worker.compute_s / sum), worker.device_memory_bytes ?? worker.memory_bytes ? `, ${f.bytes(worker.device_memory_bytes ?? worker.memory_bytes)}` : '')))),
+        h('span', { class: 'muted small nowrap' }, 'compute ', f.percent(worker.compute_s / sum), worker.device_memory_bytes ?? worker.memory_bytes ? `, ${f.bytes(worker.device_memory_bytes ?? worker.memory_bytes)}` : '')))),
       fold('workers', 'As a table', table('Time of the workers', [['Rank', 'number'], ...PARTS.map(([, , text]) => [text, 'number']), ['Memory', 'number']], story.workers.map((worker) => ({ key: worker.worker_id, cells: [f.number(worker.rank), ...PARTS.map(([part]) => f.duration(worker[part])), f.bytes(worker.device_memory_bytes ?? worker.memory_bytes)] }))))]
     : h('p', { class: 'quiet-note' }, 'Scripts that use the session report this. A plain script shows its speed only.'));
 }
@@ -233,18 +239,18 @@ function comparison(feed, status, { runs: most, beside }) {
   const isThis = (run) => run.job_id === status.job_id && run.incarnation === status.incarnation;
   const runs = feed.value ?? [];
   if (!feed.value || runs.length < 2) {
-    return card('Beside its last runs', null, feedNote(feed, 'runs'), feed.value ? h('p', { class: 'quiet-note' }, 'This is the first run of its task. From the second on they stand side by side here.') : null);
+    return card('Compared with recent runs', null, feedNote(feed, 'runs'), feed.value ? h('p', { class: 'quiet-note' }, 'This is the first run of its task. From the second on they stand side by side here.') : null);
   }
   const others = runs.filter((run) => !isThis(run));
   const attributes = (run) => (isThis(run) ? { class: 'this' } : runKey(run) === beside ? { class: 'beside' } : {});
-  return card('Beside its last runs', null, feedNote(feed, 'runs'),
+  return card('Compared with recent runs', null, feedNote(feed, 'runs'),
     h('div', { class: 'bar-line', 'data-noexport': '' },
-      h('label', {}, 'Compare with ', h('select', { class: 'input', 'data-change': 'beside', 'data-key': 'beside' }, h('option', { value: '' }, 'all of them'), others.map((run) => h('option', { value: runKey(run), selected: runKey(run) === beside }, `the run of ${f.moment(run.submitted_at)}`)))),
+      h('label', {}, 'Compare with ', h('select', { class: 'input', 'data-change': 'beside', 'data-key': 'beside' }, h('option', { value: '' }, 'all recent runs'), others.map((run) => h('option', { value: runKey(run), selected: runKey(run) === beside }, `the run of ${f.moment(run.submitted_at)}`)))),
       runs.length >= most && most < MANY_RUNS ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'older-runs' }, 'Older runs') : null),
     place('chart-runs', 'Line chart: loss by time since the start, this run and the last ones', 220),
     table('Runs of this task', [['Run', ''], ['State', ''], ['Took', 'number'], ['Steps', 'number'], ['Loss', 'number'], ['Slot hours', 'number'], ['Rescales', 'number']], runs.map((run) => ({ key: runKey(run), attributes: attributes(run), cells: [
       isThis(run) ? h('span', {}, 'this run') : h('a', { href: jobLink(status.identity, run.job_id), title: run.run_id }, f.moment(run.submitted_at)),
-      run.met === false ? chip('Late', 'bad', '✕') : stateChip(run), run.started_at ? f.duration((run.finished_at ?? f.nowS()) - run.started_at) : '–', f.number(run.steps), f.number(run.final_loss), f.number(run.slot_s / 3600), f.number(run.rescales)] })), { kind: 'dense' }));
+      run.met === false ? chip('Late', 'bad', '✕') : stateChip(run), run.started_at ? f.duration((run.finished_at ?? f.nowS()) - run.started_at) : '–', f.number(run.steps), f.number(run.final_loss ?? (isThis(run) ? status.loss : null)), f.number(run.slot_s / 3600), f.number(run.rescales)] })), { kind: 'dense' }));
 }
 
 const checkpoints = (story) => card('Checkpoints', null, story.checkpoints.length

@@ -9,11 +9,12 @@ const tell = (error) => console.warn(error.message);
 function steps(spans, now) {
   const x = [];
   const y = [];
-  spans.forEach((span, at) => {
+  const sorted = [...spans].sort((a, b) => a.from_at - b.from_at);
+  sorted.forEach((span, at) => {
     const until = span.until_at ?? now;
     x.push(wall(span.from_at), wall(until));
     y.push(span.workers, span.workers);
-    const next = spans[at + 1];
+    const next = sorted[at + 1];
     if (!next || next.from_at > until + 1) {
       x.push(wall(until));
       y.push(0);

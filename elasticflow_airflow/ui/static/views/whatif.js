@@ -54,7 +54,7 @@ export function open({ main, refresh }) {
   function render() {
     const { cluster } = got;
     if (!cluster) return;
-    const jobs = cluster.jobs.filter(isLive).sort((a, b) => (a.deadline_at ?? Infinity) - (b.deadline_at ?? Infinity));
+    const jobs = cluster.jobs.filter(isLive).sort((a, b) => Number(b.job_id === first) - Number(a.job_id === first) || (a.deadline_at ?? Infinity) - (b.deadline_at ?? Infinity));
     show(main,
       h('div', { class: 'page-head' }, h('div', {}, h('h1', {}, 'What if'), h('p', { class: 'muted' }, 'Move a deadline, or add and remove nodes: the scheduler says what it could still promise. Nothing changes until you apply it.')),
         changed() ? h('button', { type: 'button', class: 'button', 'data-action': 'reset', 'data-key': 'reset' }, 'Start over') : null),
@@ -80,6 +80,7 @@ export function open({ main, refresh }) {
       'aria-label': `Move the deadline of ${jobName(job.identity)}`, 'aria-valuetext': f.moment(at), 'data-tip': `deadline ${f.moment(at)}`, style: { '--finish': part(job.projected_finish_at ?? from) } });
   }
 
+  const first = new URLSearchParams(location.hash.split('?')[1] ?? '').get('job'); // whose deadline somebody came for
   const named = (job) => jobName(job.identity).toLowerCase();
   const deadlines = (jobs, cluster, shown = span(jobs)) => card('Deadlines', jobs.length ? `Drag a deadline; the bars end where the jobs are projected to finish. ${f.moment(shown.from)} to ${f.moment(shown.until)}.` : null, jobs.length > MANY
     ? h('input', { type: 'search', class: 'input', placeholder: 'DAG or task', 'aria-label': 'Filter deadlines', 'data-input': 'filter', 'data-key': 'filter' }) : null,
@@ -129,8 +130,10 @@ export function open({ main, refresh }) {
     const count = rows.filter(differs).length;
     const told = refused.size ? `${f.plural(refused.size, 'change')} would be refused, and nothing would come of ${refused.size > 1 ? 'them' : 'it'}` : null;
     const text = changed() ? (told ?? (count ? `${f.plural(count, 'task')} would be affected` : 'Nothing would change')) : 'As things are';
-    const shownRows = changed() ? rows.filter(differs) : rows;
-    const rest = changed() ? rows.filter((row) => !differs(row)) : [];
+    const failing = (row) => itemOf(row).outcome !== 'kept';
+    const sorted = [...rows].sort((a, b) => Number(failing(b)) - Number(failing(a)));
+    const shownRows = changed() ? rows.filter(differs) : sorted.filter((row, at) => failing(row) || at < MANY);
+    const rest = changed() ? rows.filter((row) => !differs(row)) : sorted.filter((row) => !shownRows.includes(row));
     const moved = (was, is) => (is && was && Math.abs(is - was) > 60 ? h('span', {}, h('s', { class: 'muted' }, f.moment(was)), ' ', time(is)) : time(is ?? was ?? null));
     const outlookTable = (some, name) => table(name, [['Task', ''], ['Due', 'nowrap'], ['As things are', ''], ['Then', ''], ['Finish', 'nowrap'], ['Deadline', 'nowrap'], ['Why', 'wide']], some.map(({ key, was, is, refused: no }) => {
       const shown = itemOf({ key, was, is });
@@ -139,11 +142,11 @@ export function open({ main, refresh }) {
         shown.kind === 'expected' ? time(shown.due_at) : 'live', was ? outcomeChip(was.outcome) : '–', no ? chip('Refused', 'bad', '✕') : is ? outcomeChip(is.outcome) : '–',
         moved(was?.projected_at, is?.projected_at ?? shown.projected_at),
         no ? h('span', {}, h('s', { class: 'muted' }, f.moment(wanted.deadlines.get(key) ?? null)), ' ', time(shown.deadline_at)) : moved(was?.deadline_at, is?.deadline_at ?? shown.deadline_at), f.whole(no?.reason ?? shown.reason)] };
-    }));
+    }), { kind: 'outlook' });
     return card('Outlook for 24 hours', h('span', { 'aria-busy': String(got.asking) }, `${text}. ${f.whole(answer.after.summary)}`),
       h('div', { class: got.asking ? 'stale' : '', 'data-key': 'outcome' },
         shownRows.length ? outlookTable(shownRows, 'Outlook') : rows.length ? null : h('p', { class: 'quiet-note' }, 'Nothing with a deadline is due in the next 24 hours.'),
-        rest.length ? fold('unchanged', `${f.plural(rest.length, 'task')} unchanged`, outlookTable(rest, 'Unchanged')) : null));
+        rest.length ? fold('unchanged', changed() ? `${f.plural(rest.length, 'task')} unchanged` : `${f.plural(rest.length, 'more task')} on track`, outlookTable(rest, 'Unchanged')) : null));
   }
 
   const apart = (one, other) => (one ?? null) !== (other ?? null) && Math.abs((one ?? 0) - (other ?? 0)) > 60;
