@@ -507,7 +507,7 @@ def test_a_rejected_job_is_submitted_for_a_later_deadline(look: Any, site: Site)
 def test_a_change_that_would_be_refused_is_shown_as_refused(look: Any) -> None:
     page = look("admin", "elasticflow/#/what-if")
     sooner = time.strftime("%Y-%m-%dT%H:%M", time.localtime(time.time() + 3600))
-    page.get_by_label("Deadline of nightly · train").fill(sooner)
+    page.get_by_label("Deadline of nightly · train", exact=True).fill(sooner)
     page.get_by_text("1 change would be refused, and nothing would come of it").first.wait_for()
     then = page.get_by_role("row").filter(has_text="nightly").get_by_role("cell").nth(2)
     assert "Refused" in then.inner_text()
