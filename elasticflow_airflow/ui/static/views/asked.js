@@ -58,8 +58,9 @@ export function asked({ submission }) {
   const { identity: _, command = {}, length = {}, labels: told = {}, ...others } = submission; // The title says the identity.
   const { deadline_arithmetic: arithmetic, ...labels } = told;
   const raw = Object.entries({ ...command, ...length, ...others, labels }).filter(([, value]) => value !== null && value !== '' && !(typeof value === 'object' && !Object.keys(value).length));
+  const said = rows(submission);
   return card('What was asked for', null,
-    h('dl', { class: 'asked' }, rows(submission).map(([name, value]) => [h('dt', {}, name), h('dd', {}, value)])),
+    said.length ? h('dl', { class: 'asked' }, said.map(([name, value]) => [h('dt', {}, name), h('dd', {}, value)])) : null,
     arithmetic ? h('pre', { class: 'code', tabindex: 0, 'data-key': 'arithmetic', 'aria-label': 'How the deadline came about' }, arithmetic) : null,
     fold('raw', 'As it was submitted', h('dl', { class: 'asked raw' }, raw.map(([name, value]) => [h('dt', {}, name), h('dd', {}, h('code', {}, /_at$/.test(name) && typeof value === 'number' ? f.precise(value) : flat(value)))]))));
 }
