@@ -392,8 +392,8 @@ class JobService:
         If the attempt itself asks for a later deadline, that is used.
         """
         terms, changed = tx.next_terms(row.job_id), []
-        if terms.value not in (None, row.value):
-            row.value = terms.value or row.value
+        if terms.value is not None and terms.value != row.value:
+            row.value = terms.value
             changed.append(f"has the value {row.value:g}")
         asked_at = 0.0 if row.deadline_at is None else row.deadline_at
         if terms.best_effort and not row.best_effort:

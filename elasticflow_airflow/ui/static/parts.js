@@ -1,6 +1,6 @@
 // Pieces that several views show: state and slack, progress, empty and failed states.
 
-import { h, s } from './dom.js';
+import { h, s, say } from './dom.js';
 import * as f from './format.js';
 
 const STATES = {
@@ -221,6 +221,21 @@ export function openOutside(address) {
   outer.body.append(link);
   link.click();
   link.remove();
+}
+
+/** What came of something that somebody wanted done, as a note to show; it is said, too. Null: nothing was done. */
+export async function noted(work) {
+  let note;
+  try {
+    const text = await work;
+    if (text === null) return null;
+    note = { tone: 'ok', text };
+  } catch (error) {
+    const message = error.status === 403 ? 'Airflow does not let you change this DAG’s jobs' : error.message;
+    note = { tone: 'bad', text: `${message}${error.hint ? ` (${error.hint})` : ''}` };
+  }
+  say(note.text);
+  return note;
 }
 
 /** A question with two answers; true when the first was chosen. */

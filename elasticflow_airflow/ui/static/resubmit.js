@@ -6,7 +6,7 @@ import * as f from './format.js';
 import { confirmed, jobName } from './parts.js';
 
 /** The deadline to offer: as long from now as the earliest feasible one was from the submission; null: none is known. */
-export function offered(job) {
+function offered(job) {
   const earliest = job.verdict.earliest_deadline_at;
   if (earliest === null || earliest === undefined) return null;
   return Math.ceil((earliest + Math.max(0, f.nowS() - job.submitted_at) + 60) / 60) * 60; // a minute for Airflow to start it

@@ -234,16 +234,17 @@ def gantt(setting: Setting, played: Played, window: tuple[float, float]) -> Figu
     for span in series.spans(played.changes):
         if span.end_s <= begin or span.begin_s >= end:
             continue
-        last_held[span.job_id] = series.blocks(span.slots, rows)
+        colour, held = _colour_of(span.job_id), series.blocks(span.slots, rows)
+        last_held[span.job_id] = held
         low, high = (max(span.begin_s, begin) - begin) / unit_s, (min(span.end_s, end) - begin) / unit_s
         costs = setting.conditions
         pause = costs.pause_s
         if span.begin_s == starts[span.job_id] and costs.startup_s is not None:
             pause = costs.startup_s
         ready = max(low, min(high, (span.begin_s + pause - begin) / unit_s))
-        for first, number in series.blocks(span.slots, rows):
+        for first, number in held:
             bodies.append(Rectangle((low, first), high - low, number))
-            faces.append(_colour_of(span.job_id))
+            faces.append(colour)
             if ready > low:
                 stops.append(Rectangle((low, first), ready - low, number))
             long = high - low if number * row_points > 8.0 else 0.0

@@ -15,8 +15,8 @@ const ON_MISS = { finish: 'it trains to its end', fail: 'its task fails', use_la
 
 function lengthOf({ length, target_loss: target }) {
   const { steps, epochs, samples } = length;
-  const count = (number, unit) => `${f.number(number)} ${number === 1 ? unit : `${unit}s`}`;
-  const whole = steps ? count(steps, 'step') : epochs ? `${count(epochs, 'epoch')}${samples ? ` of ${count(samples, 'sample')}` : ''}` : 'as long as its script says';
+  const ofEach = samples ? ` of ${f.plural(samples, 'sample')}` : '';
+  const whole = steps ? f.plural(steps, 'step') : epochs ? `${f.plural(epochs, 'epoch')}${ofEach}` : 'as long as its script says';
   return target === null || target === undefined ? whole : `until the loss is ${f.number(target)}, ${whole} at most`;
 }
 

@@ -2,13 +2,13 @@
 
 import * as api from '../api.js';
 import { draw, place } from '../charts.js';
-import { h, say, show } from '../dom.js';
+import { h, show } from '../dom.js';
 import { Feed } from '../feed.js';
 import * as f from '../format.js';
 import { gantt, legend, walk } from '../gantt.js';
 import { colourOf } from '../palette.js';
 import { steer, TimeWindow } from '../time_window.js';
-import { card, chip, confirmed, decisionChip, empty, feedNote, firstJob, fold, isInDoubt, isLive, jobLink, outcomeChip, table, tiles, time } from '../parts.js';
+import { card, chip, confirmed, decisionChip, empty, feedNote, firstJob, fold, isInDoubt, isLive, jobLink, noted, outcomeChip, table, tiles, time } from '../parts.js';
 import { resubmit } from '../resubmit.js';
 import { needsAttention } from './attention.js';
 
@@ -108,16 +108,10 @@ export function open({ main, refresh }) {
     return 'The job is best effort now.';
   }
 
-  /** What was done for a job that needs attention, or why it was not; nothing where the answer was no. */
   async function doing(work) {
-    try {
-      const text = await work;
-      if (text === null) return;
-      note = { tone: 'ok', text };
-    } catch (error) {
-      note = { tone: 'bad', text: `${error.message}${error.hint ? ` (${error.hint})` : ''}` };
-    }
-    say(note.text);
+    const done = await noted(work);
+    if (done === null) return;
+    note = done;
     feeds.attention.again();
     refresh();
   }

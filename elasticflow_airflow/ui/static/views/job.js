@@ -2,14 +2,14 @@
 
 import * as api from '../api.js';
 import { draw, place } from '../charts.js';
-import { h, say, show } from '../dom.js';
+import { h, show } from '../dom.js';
 import { TONES } from '../event_kinds.js';
 import { saveAsPage } from '../export.js';
 import { Feed } from '../feed.js';
 import * as f from '../format.js';
 import { amendment } from '../amend.js';
 import { LogTail } from '../log.js';
-import { airflowTask, card, chip, confirmed, feedNote, fold, isLive, jobLink, jobName, progress, slackChip, stateChip, table, tiles, time, weightsTile } from '../parts.js';
+import { airflowTask, card, chip, confirmed, feedNote, fold, isLive, jobLink, jobName, noted, progress, slackChip, stateChip, table, tiles, time, weightsTile } from '../parts.js';
 import { choices, resubmit } from '../resubmit.js';
 import { asked } from './asked.js';
 import { drawCurve, drawRuns, drawStory, runKey } from './job_charts.js';
@@ -90,22 +90,15 @@ export function open({ main, rest: [dag, job], refresh }) {
 
   async function cancel() {
     const { status } = got.story;
-    if (!(await confirmed('Cancel this job?', `${jobName(status.identity)} stops at once; its Airflow task fails. Checkpoints are kept.`, 'Cancel job'))) return;
-    await doing(async () => {
-      await api.cancel(dag, job, status.claim);
-      return 'The job is being cancelled.';
-    });
+    if (!(await confirmed('Cancel this job?', `${jobName(status.identity)} stops at once; its Airflow task fails. Checkpoints are kept.`, 'Cancel job'))) return null;
+    await api.cancel(dag, job, status.claim);
+    return 'The job is being cancelled.';
   }
 
   async function doing(work) {
-    try {
-      const text = await work();
-      if (text === null) return;
-      state.note = { tone: 'ok', text };
-    } catch (error) {
-      state.note = { tone: 'bad', text: `${error.status === 403 ? 'Airflow does not let you change this DAG’s jobs' : error.message}${error.hint ? ` (${error.hint})` : ''}` };
-    }
-    say(state.note.text);
+    const done = await noted(work());
+    if (done === null) return;
+    state.note = done;
     render();
     refresh();
   }
@@ -120,7 +113,7 @@ export function open({ main, rest: [dag, job], refresh }) {
     },
     act(action, target) {
       if (action === 'retry') feeds[target.value]?.again();
-      else if (action === 'cancel') cancel();
+      else if (action === 'cancel') doing(cancel);
       else if (action === 'amend') amendment(got.story.status, (change) => doing(async () => {
         const answer = await api.amend(dag, job, { claim: got.story.status.claim, ...change });
         if (!answer.accepted) throw new Error(`${f.sentence(answer.reason)}${answer.earliest_deadline_at ? `; the earliest feasible deadline is ${f.moment(answer.earliest_deadline_at)}` : ''}`);
@@ -236,7 +229,7 @@ function decisions(events, incarnation) {
 }
 
 function comparison(feed, status, { runs: most, beside }) {
-  const isThis = (run) => run.job_id === status.job_id && run.incarnation === status.incarnation;
+  const isThis = (run) => runKey(run) === runKey(status);
   const runs = feed.value ?? [];
   if (!feed.value || runs.length < 2) {
     return card('Compared with recent runs', null, feedNote(feed, 'runs'), feed.value ? h('p', { class: 'quiet-note' }, 'This is the first run of its task. From the second on they stand side by side here.') : null);

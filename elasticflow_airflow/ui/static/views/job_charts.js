@@ -85,7 +85,7 @@ export const runKey = (run) => `${run.job_id}-${run.incarnation}`;
 /** This run among the last ones; with a run to compare with, only these two. */
 export function drawRuns(runs, status, beside) {
   if (runs.length < 2) return;
-  const isThis = (run) => run.job_id === status.job_id && run.incarnation === status.incarnation;
+  const isThis = (run) => runKey(run) === runKey(status);
   if (!runs.some((run) => runKey(run) === beside)) beside = '';
   const shown = runs.filter((run) => !beside || isThis(run) || runKey(run) === beside);
   draw('chart-runs', (c) => ({

@@ -3,7 +3,7 @@
 import * as api from '../api.js';
 import { h, say, show } from '../dom.js';
 import * as f from '../format.js';
-import { card, chip, confirmed, decisionChip, empty, firstJob, fold, isLive, jobLink, jobName, outcomeChip, shortName, slackChip, table, time } from '../parts.js';
+import { card, chip, confirmed, decisionChip, empty, firstJob, fold, isLive, jobLink, jobName, noted, outcomeChip, shortName, slackChip, table, time } from '../parts.js';
 
 const PAUSE_MS = 350;
 const MANY = 8;
@@ -159,15 +159,17 @@ export function open({ main, refresh }) {
   async function apply(job) {
     const at = wanted.deadlines.get(job.job_id);
     const text = at === null ? `${jobName(job.identity)} gives its deadline up.` : `${jobName(job.identity)}: deadline ${f.moment(at)} instead of ${f.moment(job.deadline_at)}.`;
-    if (!(await confirmed('Apply this change?', text, 'Apply', 'primary'))) return;
-    try {
-      const answer = await api.amend(job.identity.dag_id, job.job_id, { claim: job.claim, ...(at === null ? { best_effort: true } : { deadline_at: at }) });
-      if (answer.accepted) wanted.deadlines.delete(job.job_id);
-      got.note = answer.accepted ? { tone: 'ok', text: 'The deadline was changed.' } : { tone: 'bad', text: f.sentence(answer.reason) };
-    } catch (error) {
-      got.note = { tone: 'bad', text: `${error.message}${error.hint ? ` (${error.hint})` : ''}` };
-    }
-    say(got.note.text);
+    if (!(await confirmed('Apply this change?', text, 'Apply', 'primary'))) return null;
+    const answer = await api.amend(job.identity.dag_id, job.job_id, { claim: job.claim, ...(at === null ? { best_effort: true } : { deadline_at: at }) });
+    if (!answer.accepted) throw new Error(f.sentence(answer.reason));
+    wanted.deadlines.delete(job.job_id);
+    return 'The deadline was changed.';
+  }
+
+  async function doing(work) {
+    const done = await noted(work);
+    if (done === null) return;
+    got.note = done;
     refresh();
     askSoon();
   }
@@ -206,7 +208,7 @@ export function open({ main, refresh }) {
         wanted.without.clear();
         got.note = null;
       } else if (action === 'apply') {
-        apply(find(id));
+        doing(apply(find(id)));
         return;
       } else return;
       askSoon();
