@@ -515,6 +515,9 @@ def open_stack(
         # As long as an API server is away that was killed, nobody's heartbeat arrives, and it starts as slowly as this.
         patience_s = max(HEARTBEAT_TIMEOUT_S, 8.0 * (time.monotonic() - began))
         environment["AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT"] = f"{patience_s:.0f}"
+        # The job of a worker whose death is noticed that late has to be there still when the retry comes.
+        orphan_s = max(float(environment["AIRFLOW__ELASTICFLOW__ORPHAN_S"]), 1.5 * patience_s)
+        environment["AIRFLOW__ELASTICFLOW__ORPHAN_S"] = f"{orphan_s:.0f}"
         assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
         for service in services.values():
             if service.ours:
