@@ -2,11 +2,12 @@
 
     python benchmarks/bench_scale.py [--largest 10000] [--samples 24] [--write]
 
-For 10, 100, 1,000 and 10,000 jobs that run at once on as many slots, in nodes of 8: the processor time of an arrival
-that is admitted, of one that is refused since it could not be in time even alone, of an end (each with its re-plan), of
-an arrival that is refused since all slots are promised until after its deadline (other orders of filling are tried for
-it, in vain; up to 1,000 jobs), and of one progressive filling of all jobs from nothing (ElasticFlow's Algorithm 1); and
-the memory of this process. Processor time, not wall-clock time: other work on the machine does not count.
+For 10, 100, 1,000 and 10,000 jobs that run at once on as many slots, in nodes of 8, and for 100 on 512 and 1,000 on
+4,096, where jobs use more than they need: the processor time of an arrival that is admitted, of one that is refused
+since it could not be in time even alone, of an end (each with its re-plan), of an arrival that is refused since all
+slots are promised until after its deadline (other orders of filling are tried for it, in vain; up to 1,000 jobs), and
+of one progressive filling of all jobs from nothing (ElasticFlow's Algorithm 1); and the memory of this process.
+Processor time, not wall-clock time: other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from elasticflow_airflow.scheduler_core.planning.minimum_share import fill
 CURVE = ScalingCurve({size: size**0.8 for size in (1, 2, 4, 8, 16)})
 
 
+CASES = ((10, 8), (100, 96), (100, 512), (1_000, 1_000), (1_000, 4_096), (10_000, 10_000))
+"""Jobs, and slots: as many (in whole nodes), or more than promises need."""
 EASY, HOPELESS = (1.2, 3.0), (0.05, 0.09)
 """Ends of what deadlines leave, in lengths on one slot. The hopeless ones need more than the fastest size gives; a
 refusal then looks for the earliest deadline to offer."""
@@ -80,11 +83,11 @@ def running(jobs: list[Job], slots: int) -> Scheduler:
     return scheduler
 
 
-def events(count: int, chaos: random.Random, samples: int) -> dict[str, list[float]]:
-    """Milliseconds by kind of event beside ``count`` running jobs."""
+def events(count: int, slots: int, chaos: random.Random, samples: int) -> dict[str, list[float]]:
+    """Milliseconds by kind of event beside ``count`` running jobs on ``slots``."""
     took: dict[str, list[float]] = {"admitted": [], "refused": [], "ended": []}
     number = count
-    scheduler = running([make_job(i, 0.0, chaos, EASY) for i in range(count)], max(16, 8 * (count // 8)))
+    scheduler = running([make_job(i, 0.0, chaos, EASY) for i in range(count)], max(16, slots))
     now = 60.0
     for sample in range(samples):
         now += 1.0
@@ -149,18 +152,21 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=24)
     args = parser.parse_args()
     rows = []
-    for count in (10, 100, 1000, 10_000):
+    for count, slots in CASES:
         if count > args.largest:
             break
         samples = args.samples if count < 10_000 else max(2, args.samples // 6)
-        took = events(count, random.Random(7), samples)
-        took["full"] = refused_beside_full_promises(count, random.Random(7), samples) if count <= MOST_FULL else []
-        cells = [f"{statistics.median(values):.2f}" if values else "-" for values in took.values()]
-        seconds = filling(count, random.Random(7))
+        took = events(count, slots, random.Random(7), samples)
+        worst = f"{max(took['admitted']):.2f}"
+        alike = slots == 8 * (count // 8)
+        full = alike and count <= MOST_FULL
+        took["full"] = refused_beside_full_promises(count, random.Random(7), samples) if full else []
+        admitted, *cells = [f"{statistics.median(values):.2f}" if values else "-" for values in took.values()]
+        seconds = f"{filling(count, random.Random(7)):.3f}" if alike else "-"
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        rows.append([f"{count:,}", *cells, f"{seconds:.3f}", f"{memory:.0f}"])
+        rows.append([f"{count:,}", f"{slots:,}", admitted, worst, *cells, seconds, f"{memory:.0f}"])
         print("  ", *rows[-1], file=sys.stderr, flush=True)
-    heads = ["jobs, slots", "admitted ms", "refused ms", "ended ms", "refused beside full promises ms"]
+    heads = ["jobs", "slots", "admitted ms", "worst ms", "refused ms", "ended ms", "refused beside full promises ms"]
     heads += ["a filling of all s", "memory MiB"]
     lines = table(heads, rows)
     show("scale", lines, args)

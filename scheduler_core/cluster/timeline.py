@@ -158,6 +158,11 @@ class FreeCapacity:
         borders = np.clip([*self.times[i:j], end_s], start_s, end_s)
         return float(np.maximum(self.rows[0, i:j], 0) @ np.diff(borders))
 
+    def least(self) -> list[int]:
+        """Return, per level, the slots in free blocks of at least that size at the worst moment."""
+        found: list[int] = self.rows[:, : len(self.times)].min(axis=1).tolist()
+        return found
+
     def placeable(self, sizes: tuple[int, ...], start_s: float, end_s: float) -> list[tuple[float, float, int]]:
         """Return the stretches of ``[start_s, end_s)``, each with the largest of ``sizes`` that fits (0: none)."""
         i, j = self.segment(start_s), bisect_left(self.times, end_s)

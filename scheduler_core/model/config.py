@@ -55,6 +55,9 @@ class SchedulerConfig:
     """How many alternative filling orders are tried before a rejection."""
     rescue_effort: int = 400
     """... and at most this number divided by the number of jobs, so that decisions stay fast with many jobs."""
+    afresh_up_to: int = 64
+    """Beside so many jobs everything is planned anew for a newcomer that finds no free slots. Beside more, one of them
+    makes room first, if it can: a fresh plan of all takes longer the more there are."""
     proof_rounds: int = 8
     """How often the filling is repeated with the pauses of the migrations that its placement needed."""
     proof_effort: int = 2000

@@ -77,6 +77,11 @@ class Work:
         """Return the seconds until it makes steps with ``size`` slots: of a change, or of the start under way."""
         return max(0.0, self.since_s - now) if size == self.size else self.cost_of_change(now, size)
 
+    def end_s(self, now: float, size: int) -> float:
+        """Return when it has its result if it holds ``size`` slots from ``now`` on; infinite without a speed."""
+        speed = self.speeds[size]
+        return now + self.delay_s(now, size) + self.left_at(now) / speed + self.tail_s if speed > 0.0 else INFINITY
+
     def standstill_s(self, now: float) -> float:
         """Return the seconds without a step if the slots change at ``now``: below the cost if workers must join."""
         return self.startup_s if self._begins(now) else self.pause_s

@@ -21,6 +21,7 @@ from elasticflow_airflow.scheduler_core.model.values import Job, OnReject, Phase
 from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.allocation import share_later, share_now
 from elasticflow_airflow.scheduler_core.planning.lookahead import Lookahead
+from elasticflow_airflow.scheduler_core.planning.making_room import make_room
 from elasticflow_airflow.scheduler_core.planning.minimum_share import minimum_share
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
@@ -161,6 +162,8 @@ class AdmissionControl:
             return self.planner.unguarded(draft)
         if self.room is not None and (course := share_now(self.room, newcomer, limit)) is not None:
             return self._with(self.room, course)
+        if self.room is not None and (draft := make_room(self.planner, self.room, newcomer, limit)) is not None:
+            return draft
         draft = self.lookahead.plan(self.planner, newcomer)
         if draft is not None:
             return self.planner.unguarded(draft)
@@ -212,17 +215,40 @@ class AdmissionControl:
             expected = expected.times(planner.config.waiting_caution)
         if not expected.slots.any():
             return True
+        needed = expected.slot_seconds + expected.footprint
+        if self._surely_free_slot_s(limit) >= needed:
+            return True
         free = self._beside_earlier(limit)
-        if free.slot_seconds(planner.now, limit) - expected.slot_seconds >= expected.footprint:
+        if free.slot_seconds(planner.now, limit) >= needed:
             return True
         left = free.copy()
         left.withhold(expected.edges, expected.whole_slots())
         return minimum_share(left, work, planner.now) is not None
 
+    def _earlier(self, limit: float) -> list[Work]:
+        """Return the other promises that end by a limit."""
+        return [one for one in self.planner.promised() if one.limit_s <= limit and one.job_id != self.job.job_id]
+
+    def _surely_free_slot_s(self, limit: float) -> float:
+        """Return the slot-seconds that are free until a limit beside earlier promises; 0 if only a filling can say.
+
+        Where all fit side by side from now on, a filling gives each the smallest size that keeps its limit, at once.
+        """
+        now, free = self.planner.now, self.planner.filling.free
+        room, used = free.least(), 0.0
+        for work in self._earlier(limit):
+            sizes = ((size, end) for size in work.sizes if (end := work.end_s(now, size)) <= work.limit_s)
+            size, end = next(sizes, (0, now))
+            if not size or work.release_s > now:
+                return 0.0
+            for level in range(size.bit_length()):
+                room[level] -= size
+            used += size * (min(end, limit) - now)
+        return free.slot_seconds(now, limit) - used if min(room) >= 0 else 0.0
+
     def _beside_earlier(self, limit: float) -> FreeCapacity:
         """Return what is free beside the promises that end by a limit; the same ones are filled once a verdict."""
-        promised = [other for other in self.planner.promised() if other.job_id != self.job.job_id]
-        earlier = [other for other in promised if other.limit_s <= limit]
+        earlier = self._earlier(limit)
         if len(earlier) not in self._filled:  # Of two limits, the later one's promises include the earlier one's.
             top = self.planner.layout.largest_block
             self._filled[len(earlier)] = self.planner.filling.left(deadline_order(earlier), top)

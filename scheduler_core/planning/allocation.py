@@ -174,11 +174,14 @@ def as_soon_as_possible(draft: Draft, work: Work) -> Course | None:
 
 def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
     """Give free slots to the jobs that save the most GPU-seconds per slot, until no growth pays any more."""
+    room = (draft.book.everything & ~draft.book.taken[0]).bit_count()  # growing takes from it, and gives nothing back
+    if not room:
+        return
     by_id: dict[str, Work] = {}
     options: list[tuple[float, str, Course]] = []
 
     def consider(work: Work) -> None:
-        option = _option(draft, work, config)
+        option = _option(draft, work, config, room)
         if option is not None:
             heappush(options, (-option[0], work.job_id, option[1]))
 
@@ -198,12 +201,12 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
         consider(by_id[winner])
 
 
-def _option(draft: Draft, work: Work, config: SchedulerConfig) -> tuple[float, Course] | None:
-    """Return the best larger size for one job as (GPU-seconds saved per extra slot, course)."""
+def _option(draft: Draft, work: Work, config: SchedulerConfig, room: int) -> tuple[float, Course] | None:
+    """Return the best larger size for one job as (GPU-seconds saved per extra slot, course); ``room``: free slots."""
     present = draft.courses[work.job_id]
     mask = draft.mask_now(work.job_id)
     size = mask.bit_count()
-    candidates = [s for s in work.sizes if s > size]
+    candidates = [s for s in work.sizes if size < s <= size + room]
     if not candidates:
         return None
     now, layout, book = draft.now, draft.layout, draft.book

@@ -109,6 +109,10 @@ def stories(draw: st.DrawFn) -> tuple[list[int], list[Job], list[tuple[float, ob
     return nodes, arrivals, others, draw(YES), draw(YES)
 
 
+CONFIGS = st.sampled_from([SchedulerConfig(), SchedulerConfig(afresh_up_to=0)])
+"""For a newcomer without free slots everything is planned anew, or somebody makes room first, as beside many jobs."""
+
+
 def _nodes(sizes: list[int]) -> list[Node]:
     return [Node(node_id=f"n{i}", slots=size) for i, size in enumerate(sizes)]
 
@@ -124,8 +128,8 @@ def _tell(world: ModuleType, story: tuple, config: SchedulerConfig | None = None
     return play
 
 
-def _promises_hold(world: ModuleType, story: tuple) -> None:
-    play = _tell(world, story)
+def _promises_hold(world: ModuleType, story: tuple, config: SchedulerConfig) -> None:
+    play = _tell(world, story, config)
     assert not play.late()
     assert not [d for _, d in play.log if isinstance(d, de.AtRisk)]
     largest = max(1 << (size.bit_length() - 1) for size in story[0])
@@ -137,25 +141,25 @@ def _promises_hold(world: ModuleType, story: tuple) -> None:
 
 
 @QUICK
-@given(story=stories())
-def test_an_admitted_job_never_misses_its_deadline_and_no_slot_is_given_twice(world: ModuleType, story) -> None:
-    _promises_hold(world, story)
+@given(story=stories(), config=CONFIGS)
+def test_an_admitted_job_never_misses_its_deadline_and_no_slot_is_given_twice(world: ModuleType, story, config) -> None:
+    _promises_hold(world, story, config)
 
 
 @QUICK
-@given(story=stories())
-def test_promises_hold_where_new_workers_have_to_start_before_they_join(world: ModuleType, story) -> None:
+@given(story=stories(), config=CONFIGS)
+def test_promises_hold_where_new_workers_have_to_start_before_they_join(world: ModuleType, story, config) -> None:
     """A gang that grows or moves goes on at its old speed for as long as a start takes, and then stands still."""
     sizes, arrivals, others, _, _ = story
     joining = [replace(job, costs=replace(job.costs, join_s=job.costs.startup_s)) for job in arrivals]
-    _promises_hold(world, (sizes, joining, others, False, False))
+    _promises_hold(world, (sizes, joining, others, False, False), config)
 
 
 @pytest.mark.soak
 @LONG
-@given(story=stories())
-def test_promises_hold_at_length(world: ModuleType, story) -> None:
-    _promises_hold(world, story)
+@given(story=stories(), config=CONFIGS)
+def test_promises_hold_at_length(world: ModuleType, story, config) -> None:
+    _promises_hold(world, story, config)
 
 
 @QUICK
@@ -246,14 +250,14 @@ NO_SIZE_FITS = (
 
 
 @QUICK
-@example(story=NO_SIZE_FITS)
-@given(story=stories())
+@example(story=NO_SIZE_FITS, config=SchedulerConfig())
+@given(story=stories(), config=CONFIGS)
 def test_plans_are_whole_offers_are_honoured_and_rejections_leave_no_trace(
-    world: ModuleType, plan_checker: ModuleType, story
+    world: ModuleType, plan_checker: ModuleType, story, config
 ) -> None:
     sizes, arrivals, others, reports, started = story
     others = [(when, event) for when, event in others if not isinstance(event, ev.NodeJoined)]
-    scheduler = _Watching(None, _nodes(sizes))
+    scheduler = _Watching(config, _nodes(sizes))
     scheduler.checker, scheduler.sizes = plan_checker, sizes
     play = world.World(scheduler, reports=reports, gang_started=started)
     for job in arrivals:

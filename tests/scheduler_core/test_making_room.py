@@ -1,0 +1,77 @@
+"""A newcomer that finds no free slots gets those of a job that uses more than its promise needs, and loses least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
+from elasticflow_airflow.scheduler_core.model import decisions as de
+from elasticflow_airflow.scheduler_core.model import events as ev
+from elasticflow_airflow.scheduler_core.model.values import Job, Node
+from elasticflow_airflow.scheduler_core.planning.planner import Planner
+
+STEEP, FLAT = {1: 1.0, 2: 1.9, 4: 3.6}, {1: 1.0, 2: 1.5, 4: 1.6}
+
+
+def busy(make_job: Callable[..., Job], slots: int = 8, **curves: dict[int, float]) -> Scheduler:
+    """A cluster on which jobs with late deadlines use everything."""
+    scheduler = Scheduler(SchedulerConfig(afresh_up_to=0), [Node(node_id="n", slots=slots)])
+    for name, curve in curves.items():
+        scheduler.handle(ev.JobSubmitted(make_job(name, steps=1000.0, deadline=9000.0, curve=curve)), 0.0)
+    return scheduler
+
+
+def sizes(scheduler: Scheduler) -> dict[str, int]:
+    return {state.job.job_id: state.placement.workers for state in scheduler.states()}
+
+
+def submit(scheduler: Scheduler, job: Job, now: float = 10.0) -> list[de.Decision]:
+    return scheduler.handle(ev.JobSubmitted(job), now)
+
+
+def without_fresh_plans(monkeypatch) -> None:
+    monkeypatch.setattr(Planner, "_proven", lambda *_, **__: (None, None))
+
+
+def test_the_job_that_loses_least_makes_room(make_job, monkeypatch):
+    scheduler = busy(make_job, steep=STEEP, flat=FLAT)
+    assert sizes(scheduler) == {"steep": 4, "flat": 4}
+    without_fresh_plans(monkeypatch)
+    decisions = submit(scheduler, make_job("new", steps=100.0, deadline=500.0, curve={1: 1.0}))
+    assert isinstance(decisions[0], de.Admit)
+    assert sizes(scheduler) == {"steep": 4, "flat": 2, "new": 1}
+    assert [decision.job_id for decision in decisions if isinstance(decision, de.Resize)] == ["flat", "new"]
+
+
+def test_the_newcomer_gets_what_saves_it_more_than_the_other(make_job, monkeypatch):
+    scheduler = busy(make_job, steep=STEEP, flat=FLAT)
+    without_fresh_plans(monkeypatch)
+    submit(scheduler, make_job("new", steps=1000.0, deadline=9000.0, curve=STEEP))
+    assert sizes(scheduler) == {"steep": 4, "flat": 2, "new": 2}
+
+
+def test_nobody_makes_room_who_would_be_late(make_job, monkeypatch):
+    scheduler = Scheduler(SchedulerConfig(afresh_up_to=0), [Node(node_id="n", slots=4)])
+    submit(scheduler, make_job("tight", steps=1000.0, deadline=300.0, curve=STEEP), 0.0)
+    without_fresh_plans(monkeypatch)
+    decisions = submit(scheduler, make_job("new", steps=100.0, deadline=200.0, curve={1: 1.0}))
+    assert isinstance(decisions[0], de.Reject)
+    assert sizes(scheduler) == {"tight": 4}
+
+
+def test_a_pause_is_paid_before_a_limit_is_kept(make_job, monkeypatch):
+    """With two slots it would be done 536 s after its start, and one pause later it is late."""
+    without_fresh_plans(monkeypatch)
+    for pause, makes_room in ((0.0, True), (30.0, False)):
+        scheduler = Scheduler(SchedulerConfig(afresh_up_to=0), [Node(node_id="n", slots=4)])
+        submit(scheduler, make_job("a", steps=1036.0, deadline=550.0, curve=STEEP, pause=pause), 0.0)
+        assert sizes(scheduler) == {"a": 4}
+        decisions = submit(scheduler, make_job("new", steps=100.0, deadline=200.0, curve={1: 1.0}))
+        assert isinstance(decisions[0], de.Admit) == makes_room
+
+
+def test_beside_few_jobs_everything_is_planned_anew(make_job, monkeypatch):
+    scheduler = Scheduler(SchedulerConfig(afresh_up_to=1), [Node(node_id="n", slots=8)])
+    submit(scheduler, make_job("flat", steps=1000.0, deadline=9000.0, curve={1: 1.0, 2: 1.5, 4: 1.6, 8: 1.7}), 0.0)
+    without_fresh_plans(monkeypatch)
+    assert isinstance(submit(scheduler, make_job("new", steps=100.0, deadline=150.0, curve={1: 1.0}))[0], de.Reject)
