@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,18 @@ def test_a_reused_pid_is_not_the_process_that_had_it() -> None:
         assert process.wait(10) == -9
     assert not there.is_alive()
     there.kill()
+
+
+def test_a_pid_that_is_a_threads_number_by_now_kills_nobody() -> None:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        ProcessId(pid=thread.native_id, start=1, boot="of another process").kill()
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_zombie_is_not_alive() -> None:

@@ -5,6 +5,7 @@ Reads /proc (Linux). Standard library only: supervisors import it.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -22,6 +23,10 @@ _WORKER_MARK = b"ELASTICFLOW_CORES="
 def boot_id() -> str:
     """Return the id of the current boot, from which start times are counted."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+_NO_PROCESS = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
+"""What the kernel answers if a pid is free, or is that of another process's thread by now (EINVAL before Linux 6.9)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,10 @@ class ProcessId:
         """Signal exactly this process, if it still exists; by pidfd, so that the pid cannot be reused in between."""
         try:
             handle = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return
+        except OSError as error:
+            if error.errno in _NO_PROCESS:
+                return
+            raise
         try:
             if self.is_alive():
                 signal.pidfd_send_signal(handle, number)
