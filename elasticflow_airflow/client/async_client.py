@@ -63,26 +63,30 @@ class AsyncElasticFlowClient(ServiceClient, AsyncCaller):
         await self._send_snapshot(snapshot)
         return True
 
-    async def stream_events(self, job_id: str | None = None, after: int = 0) -> AsyncIterator[Event]:
+    async def stream_events(self, job_id: str | None = None, after: int | None = 0) -> AsyncIterator[Event]:
         """Yield events as they happen, indefinitely; a broken stream is resumed after the last event.
 
-        Raises ServiceUnavailable if the service does not answer for ``retry_for_s`` seconds.
+        ``after`` is an event's id; None: only what happens from now on. Raises ServiceUnavailable if the service does
+        not answer for ``retry_for_s`` seconds.
         """
         while True:
             # Each reconnect starts a new retry period, so an outage after a working stream counts from its own start.
             lines: httpx.Response = await self._retrying()(self._open_stream, job_id, after)
             try:
                 async for event in _parse_events(lines):
-                    after = max(after, event.event_id)
+                    after = max(after or 0, event.event_id)
                     yield event
             except httpx.TransportError as error:
-                log.info("the stream of events broke (%s); going on after event %d", error, after)
+                log.info("the stream of events broke (%s); going on after event %s", error, after)
             finally:
                 await lines.aclose()
             await asyncio.sleep(0.2)  # avoid a tight loop with a server that closes at once
 
-    async def _open_stream(self, job_id: str | None, after: int) -> httpx.Response:
-        params: dict[str, str | int] = {"after": after}
+    async def _open_stream(self, job_id: str | None, after: int | None) -> httpx.Response:
+        params: dict[str, str | int] = {"from_now": "true"} if after is None else {"after": after}
+        headers = {"Accept": "text/event-stream"}
+        if after is not None:
+            headers["Last-Event-ID"] = str(after)
         if job_id is not None:
             params["job_id"] = job_id
         attempt = Attempt(self.endpoint)
@@ -91,7 +95,7 @@ class AsyncElasticFlowClient(ServiceClient, AsyncCaller):
                 "GET",
                 f"{replica.base_url}/v1/events",
                 params=params,
-                headers={"Accept": "text/event-stream", "Last-Event-ID": str(after)},
+                headers=headers,
                 timeout=self.endpoint.timeout(self._timeout_s, read_s=_STREAM_SILENCE_S),
             )
             with attempt:

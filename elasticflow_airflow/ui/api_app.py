@@ -18,7 +18,7 @@ from airflow.models.dag import DagModel
 from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
 from airflow.utils.session import create_session
 from fastapi import Body, Depends, FastAPI, HTTPException, Path, Query, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel
 from sqlalchemy import select
 from starlette.types import Lifespan
@@ -40,6 +40,7 @@ from elasticflow_airflow.client.errors import (
 from elasticflow_airflow.exceptions import UnusableConnection
 from elasticflow_airflow.ui.airflow_theme import brand_colours
 from elasticflow_airflow.ui.assets import CHART_LIBRARY, asset, chart_library_version
+from elasticflow_airflow.ui.change_stream import ChangeStream, TooManyStreamsError
 from elasticflow_airflow.ui.guard import HeadersGuard, refuse_foreign_pages
 from elasticflow_airflow.ui.lateness import latest_finish_at
 from elasticflow_airflow.ui.source import Source
@@ -90,6 +91,7 @@ def build_app(source: Source, lifespan: Lifespan[FastAPI] | None = None) -> Fast
     app.add_middleware(HeadersGuard)
     _add_errors(app)
     _add_files(app)
+    _add_change_stream(app, ChangeStream(source))
     _add_cluster(app, source)
     _add_job(app, source)
     _add_changes(app, source)
@@ -198,6 +200,17 @@ def _file(path: str, request: Request) -> Response:
         packed = {**headers, "Content-Encoding": "gzip"}
         return Response(found.packed, media_type=found.media_type, headers=packed)
     return Response(found.content, media_type=found.media_type, headers=headers)
+
+
+def _add_change_stream(app: FastAPI, changes: ChangeStream) -> None:
+    @app.get("/api/changes")
+    async def stream(user: GetUserDep) -> Response:
+        try:
+            messages = changes.open(user.get_id())
+        except TooManyStreamsError:
+            raise HTTPException(503, "too many pages are open: this one asks every few seconds instead") from None
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx would keep messages back
+        return StreamingResponse(messages, media_type="text/event-stream", headers=headers)
 
 
 def _add_cluster(app: FastAPI, source: Source) -> None:

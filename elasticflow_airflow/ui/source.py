@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import httpx
 
 from elasticflow_airflow.client import ElasticFlowError, Endpoint
+from elasticflow_airflow.client.async_client import AsyncElasticFlowClient
 from elasticflow_airflow.client.calls.call import Call
 from elasticflow_airflow.client.calls.exchange import Attempt, read_answer, unreachable
 from elasticflow_airflow.client.errors import IncompatibleService, ServiceUnavailable
@@ -26,6 +27,7 @@ T = TypeVar("T")
 _LOOKUP_S = 20.0
 """How long a connection is cached, in seconds; a changed one takes effect within this time."""
 _CONNECT_S, _TIMEOUT_S = 3.0, 20.0
+_FOLLOW_S = 5.0
 _AT_ONCE = 8
 _QUEUE_S = 2.0
 _AWAY_S = 2.0
@@ -57,8 +59,10 @@ class Source:
         *,
         clock: Callable[[], float] = time.monotonic,
         transport: httpx.BaseTransport | None = None,
+        async_transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._look_up, self._clock, self._transport = look_up, clock, transport
+        self._look_up, self._clock = look_up, clock
+        self._transport, self._async_transport = transport, async_transport
         self._lock = threading.Lock()
         self._room = threading.BoundedSemaphore(_AT_ONCE)
         self._address: Address | None = None
@@ -118,6 +122,12 @@ class Source:
             return answer
         finally:
             shared.lock.release()
+
+    def follower(self) -> AsyncElasticFlowClient:
+        """Return a client that follows the service's events; the caller closes it. It gives up after 5 s."""
+        address, _ = self._connect()
+        endpoint = replace(address.endpoint, embedded_state_dir=None)  # Else it would start an embedded service again.
+        return AsyncElasticFlowClient(endpoint, retry_for_s=_FOLLOW_S, transport=self._async_transport)
 
     def forget(self) -> None:
         """Drop the shared responses, which are out of date after a change."""

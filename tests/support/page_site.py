@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from elasticflow_airflow.api import Event
 from support.scripted_cluster import ScriptedCluster
 
 if TYPE_CHECKING:
@@ -45,8 +47,36 @@ def scripted_source(cluster: ScriptedCluster) -> Source:
         status, value = cluster.answer(request.method, request.url.path, request.url.params, request.content)
         return httpx.Response(status, content=json.dumps(value))
 
+    async def follow(request: httpx.Request) -> httpx.Response:
+        if cluster.away:
+            raise httpx.ConnectError("refused")
+        cluster.followed.append(str(request.url))
+        headers = {"content-type": "text/event-stream"}
+        return httpx.Response(200, headers=headers, stream=_Happenings(cluster))
+
     endpoint = Endpoint(base_url="http://service.test:8321", token=TOKEN)
-    return Source(lambda: Address(endpoint, "default"), transport=httpx.MockTransport(serve))
+    return Source(
+        lambda: Address(endpoint, "default"),
+        transport=httpx.MockTransport(serve),
+        async_transport=httpx.MockTransport(follow),
+    )
+
+
+class _Happenings(httpx.AsyncByteStream):
+    """An event of the scripted service each time that something happens, for as long as it is there."""
+
+    def __init__(self, cluster: ScriptedCluster) -> None:
+        self._cluster = cluster
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        seen = self._cluster.happened
+        yield b": open\n"
+        while not self._cluster.away:
+            for number in range(seen, self._cluster.happened):
+                event = Event(event_id=number + 1, job_id="j", at=1.0, kind="admitted", reason="fits")
+                yield f"data: {event.model_dump_json()}\n\n".encode()
+                seen = number + 1
+            await asyncio.sleep(0.02)
 
 
 def mounted(source: Source) -> Any:

@@ -84,6 +84,10 @@ class ScriptedCluster:
     leadership: LeaderStatus | None = None
     further: list[JobStatus] = field(default_factory=list)
     """More jobs that lists find."""
+    happened: int = 0
+    """How many events there were."""
+    followed: list[str] = field(default_factory=list)
+    """What was asked for events as they come."""
     listed: list[dict[str, str]] = field(default_factory=list)
     """What lists were asked for."""
 

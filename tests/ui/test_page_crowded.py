@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +75,35 @@ def test_a_large_cluster_fits_every_width(look: Any, width: int, scheme: str) ->
         if width == 820:
             check_accessibility(page, f"{path} with 500 jobs")
         page.context.close()
+
+
+def asks(page: Any) -> list[float]:
+    """When the page asks for the cluster from now on."""
+    times: list[float] = []
+    page.on("request", lambda request: times.append(time.monotonic()) if request.url.endswith("/api/cluster") else None)
+    return times
+
+
+def test_an_event_is_shown_at_once_and_nothing_else_is_asked_for(look: Any, cluster: CrowdedCluster) -> None:
+    page = look("#/cluster")
+    shown(page)
+    wait("the service's events are followed", lambda: cluster.followed)
+    page.wait_for_timeout(3_000)  # the answer to the opened stream
+    times = asks(page)
+    cluster.happened += 1
+    page.wait_for_timeout(6_000)
+    assert len(times) == 1, "once for the event, and not every three seconds"
+
+
+def test_without_a_stream_the_page_asks_every_few_seconds(look: Any, cluster: CrowdedCluster) -> None:
+    page = look(
+        "#/cluster", routes={"**/api/changes": lambda route: route.fulfill(status=503, json={"detail": "too many"})}
+    )
+    shown(page)
+    times = asks(page)
+    page.wait_for_timeout(10_000)
+    assert len(times) >= 2
+    assert not cluster.followed
 
 
 def test_what_is_in_trouble_stands_on_top_with_what_can_be_done(look: Any, cluster: CrowdedCluster) -> None:

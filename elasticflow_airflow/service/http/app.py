@@ -268,6 +268,10 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
         with parts.store.read() as reader:
             return [event_of(row) for row in reader.events(after, job_id, limit)]
 
+    def last_event_id() -> int:
+        with parts.store.read() as reader:
+            return reader.last_event_id()
+
     async def read_later(after: int, job_id: str | None) -> list[Event]:
         return await lanes.streams.run(partial(read_events, after, job_id, _STREAM_CHUNK))
 
@@ -281,10 +285,17 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
             return [event_of(row) for row in reader.events(after, job_id, limit)]
 
     @app.get("/v1/events", response_class=StreamingResponse, responses=_EVENT_STREAM)
-    async def stream(request: Request, after: EventId | None = None, job_id: OneJob | None = None) -> StreamingResponse:
-        """Events as they come (server-sent events), from an id or the header Last-Event-ID on."""
+    async def stream(
+        request: Request, after: EventId | None = None, job_id: OneJob | None = None, from_now: bool = False
+    ) -> StreamingResponse:
+        """Events as they come (server-sent events), from an id or the header Last-Event-ID on, or from now on."""
         last = request.headers.get("last-event-id", "")
-        start = min(int(last), MOST_COUNT) if re.fullmatch(r"[0-9]{1,18}", last) else after or 0
+        if re.fullmatch(r"[0-9]{1,18}", last):
+            start = min(int(last), MOST_COUNT)
+        elif from_now and after is None:
+            start = await lanes.streams.run(last_event_id)
+        else:
+            start = after or 0
         return StreamingResponse(
             _event_stream(parts.notifier, read_later, start, job_id, request.is_disconnected),
             media_type="text/event-stream",
@@ -340,6 +351,7 @@ async def _event_stream(
     """Yield server-sent events: the stored events after id ``after``, then new ones as they come."""
     changed = notifier.subscribe()
     try:
+        yield ": open\n"  # sends the headers
         while not await gone():
             changed.clear()
             events = await read(after, job_id)

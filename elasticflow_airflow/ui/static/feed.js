@@ -3,6 +3,13 @@
 const SLOW_MS = 2500;
 const LIMIT_MS = 30000;
 const LONGEST_MS = 60000;
+const QUICK_MS = 10000;
+let changedAt = 0;
+
+/** Something has happened: what is asked for every few seconds is out of date. */
+export function outdate() {
+  changedAt = Date.now();
+}
 
 export class Feed {
   /** `ask(signal)` fetches it, every `everyMs`; `changed()` draws. What has not come after `limitMs` is given up. */
@@ -12,13 +19,15 @@ export class Feed {
     this.error = null;
     this.slow = false;
     this.failures = 0;
+    this.askedAt = 0;
     this.dueAt = 0;
     this.aborter = null;
   }
 
   /** Ask now if it is time; never waits for the answer. */
   tick() {
-    if (this.aborter || Date.now() < this.dueAt) return;
+    const outdated = this.everyMs <= QUICK_MS && this.askedAt < changedAt && !this.failures;
+    if (this.aborter || (Date.now() < this.dueAt && !outdated)) return;
     this.fetch();
   }
 
@@ -37,6 +46,7 @@ export class Feed {
   async fetch() {
     const aborter = new AbortController();
     this.aborter = aborter;
+    this.askedAt = Date.now();
     const current = () => this.aborter === aborter;
     const slow = setTimeout(() => {
       if (!current() || this.value) return;

@@ -3,7 +3,7 @@
 const LONGEST_MS = 30000;
 
 export class Live {
-  /** `look(signal)` fetches and draws; `failed(error)` shows what went wrong. */
+  /** `look(signal)` fetches and draws, every `everyMs()`; `failed(error)` shows what went wrong. */
   constructor(look, everyMs, failed) {
     this.look = look;
     this.everyMs = everyMs;
@@ -46,7 +46,7 @@ export class Live {
     }
     this.busy = false;
     if (this.aborter.signal.aborted) return;
-    const pause = this.again ? 0 : Math.min(LONGEST_MS, this.everyMs * 2 ** Math.min(this.failures, 4));
+    const pause = this.again ? 0 : Math.min(LONGEST_MS, this.everyMs() * 2 ** Math.min(this.failures, 4));
     if (!document.hidden) this.timer = setTimeout(() => this.tick(), pause);
   }
 }

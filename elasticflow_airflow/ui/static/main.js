@@ -1,8 +1,10 @@
 // Starts the page: which view the address names, and where to show what went wrong.
 
 import * as api from './api.js';
+import { Changes } from './changes.js';
 import { useLibrary } from './charts.js';
 import { h, show } from './dom.js';
+import { outdate } from './feed.js';
 import { nowS } from './format.js';
 import { Live } from './live.js';
 import { failure, openOutside } from './parts.js';
@@ -14,10 +16,13 @@ import * as jobsView from './views/jobs.js';
 import * as whatIfView from './views/whatif.js';
 
 const views = { cluster: clusterView, jobs: jobsView, job: jobView, 'what-if': whatIfView };
+/** How often a view asks that hears of every event: how far jobs are is no event. */
+const BESIDE_EVENTS_MS = 10000;
 const pulse = document.getElementById('pulse');
 let main = document.getElementById('view');
 let live = null;
 let view = null;
+let changes = null;
 let shownAt = null;
 
 /** Which DAG run or task this page was opened for: Airflow's tabs say it in the query. */
@@ -70,7 +75,7 @@ function open() {
       fresh.setAttribute('aria-busy', 'false');
       beat(null);
     },
-    view.everyMs,
+    () => (changes?.open && !view.steady ? BESIDE_EVENTS_MS : view.everyMs),
     (error) => {
       if (fresh !== main) return;
       console.warn(`ElasticFlow: ${error.message}`);
@@ -137,6 +142,10 @@ try {
   useLibrary(me.chart_library);
   if (me.brand) paint(me.brand);
   open();
+  changes = new Changes(() => {
+    outdate();
+    live.soon();
+  });
 } catch (error) {
   main.setAttribute('aria-busy', 'false');
   show(main, failure(error));

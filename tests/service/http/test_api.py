@@ -511,6 +511,20 @@ def test_the_stream_goes_on_after_the_last_event_that_was_seen(client, finished_
     assert after[0].event_id == ids[3]
 
 
+def test_a_stream_from_now_on_leaves_out_what_was(client, submission, finished_job):
+    with client._http.stream("GET", "/v1/events", params={"from_now": True}, timeout=30) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == ": open"
+        later = client.submit(submission.model_copy(update={"identity": other_run(submission)})).job.job_id
+        first = next(line for line in lines if line.startswith("data:"))
+    assert later != finished_job
+    assert Event.model_validate_json(first.removeprefix("data: ")).job_id == later
+
+
+def other_run(submission):
+    return submission.identity.model_copy(update={"run_id": "another"})
+
+
 def test_the_token_is_asked_for_over_tcp(served, client):
     assert client.health().engine == "fake"
     for path, token, status in (("/healthz", None, 200), ("/v1/health", None, 401), ("/v1/health", "no", 401)):

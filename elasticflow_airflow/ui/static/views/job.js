@@ -106,6 +106,7 @@ export function open({ main, rest: [dag, job], refresh }) {
   const view = {
     title: 'Job',
     everyMs: 3000,
+    steady: true, // One watches how far it is.
     hasShown: false,
     look,
     close() {
