@@ -538,7 +538,9 @@ class Decider:
         late = bool(endless or late_s)
         if (starved or (late and now >= self.state.hopeful_s)) and planner.luxury(draft):
             other = self._afresh(planner, draft)
-            if other is not None:
+            if other is draft and late:
+                self._hope_later(now)
+            elif other is not None and other is not draft:
                 other = planner.complete(planner.reserve(other))
                 endless_then, late_then_s = planner.lateness(other)
                 helps = endless_then < endless or (
@@ -548,8 +550,12 @@ class Decider:
                 if helps or (planner.starved(other) < starved and not hurts):
                     draft = other
                 elif late:
-                    self.state.hopeful_s = now + self.config.waiting_retry_s / _LOOKS
+                    self._hope_later(now)
         self.state.adopt(draft, now, out, why)
+
+    def _hope_later(self, now: float) -> None:
+        """Late jobs gain nothing from a new plan now: try again in a while."""
+        self.state.hopeful_s = now + self.config.waiting_retry_s / _LOOKS
 
     def _worth_a_new_plan_s(self, late_s: float) -> float:
         """Return by how many seconds jobs at risk must end earlier to justify that others give up surplus slots."""
@@ -558,11 +564,14 @@ class Decider:
         return max(least, _WORTH_OF_LATENESS * late_s, TOLERANCE_S)
 
     def _afresh(self, planner: Planner, draft: Draft) -> Draft | None:
-        """Plan all promises anew with every reservation that the draft holds; None if no plan proves them."""
+        """Plan all promises anew with every reservation that the draft holds; None if no plan proves them.
+
+        Returns the draft itself if that is what it is.
+        """
         calendar, now = self.state.calendar, planner.now
         runs = [run for run in calendar.runs.values() if stand_in_id(run.run_id) in draft.courses]
         if not runs:
-            return planner.fresh()
+            return draft if draft.planned_anew else planner.fresh()
         planner.expected = stand_ins(runs, planner.layout, self.config, calendar.policy, now)
         other = planner.fresh(guarded=True)
         planner.expected = ()

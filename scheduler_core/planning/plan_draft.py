@@ -18,6 +18,8 @@ class Draft:
         self.courses = dict(courses)
         self.book = Bookings.of(layout, now, (h for course in courses.values() for h in course.holdings))
         self.shares: dict[str, int] | None = None
+        self.planned_anew = False
+        """Whether all promises were just planned together, for no other plan of them all to be better."""
         self.held_back: set[str] = set()
         """Jobs for whose growth there are slots, but which must not grow yet."""
 
@@ -46,7 +48,7 @@ class Draft:
     def copy(self) -> Draft:
         """Return an independent copy."""
         twin = object.__new__(Draft)
-        twin.layout, twin.now, twin.shares = self.layout, self.now, self.shares
+        twin.layout, twin.now, twin.shares, twin.planned_anew = self.layout, self.now, self.shares, False
         twin.courses, twin.held_back = self.courses.copy(), self.held_back.copy()
         twin.book = self.book.copy()
         return twin

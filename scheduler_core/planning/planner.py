@@ -156,6 +156,8 @@ class Planner:
         draft, _ = self._proven(deadline_order(works), self.config.proof_rounds)
         if draft is None and rescue and (found := self._rescued(works, rescue)) is not None:
             draft, _ = found
+        if draft is not None:
+            draft.planned_anew = len(works) == len(self._promised) + (newcomer is not None)
         return draft
 
     def rescued(self, newcomer: Work, rescue: int) -> tuple[Draft, Attempt] | None:

@@ -26,10 +26,12 @@ from elasticflow_airflow.api import (
 )
 from elasticflow_airflow.api.event_data import AmendedData
 from elasticflow_airflow.scheduler_core.model.reason import Reason
-from elasticflow_airflow.service.job_files.snapshots import SHA256, SnapshotLostError, Snapshots
+from elasticflow_airflow.service.job_files.snapshots import SnapshotLostError, Snapshots
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job, stale_claim, wrong_job_id
 from elasticflow_airflow.service.renewals import Question, Renewals
+from elasticflow_airflow.service.requests.next_attempt import answer_for_next_attempt, take_terms
+from elasticflow_airflow.service.requests.same_training import is_attachable, is_resumable
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.columns import readable
@@ -101,15 +103,15 @@ class JobService:
                 return Submitted(job_id, before[1], before[0], created=False, warnings=(), amendment_id=None)
             row = tx.incarnation(job_id, job.incarnation) if job is not None and job.incarnation else None
             asked = None if row is None else readable(row.submission)
-            if job is not None and row is not None and asked is not None and _attachable(row, asked, submission):
+            if job is not None and row is not None and asked is not None and is_attachable(row, asked, submission):
                 created, (warnings, amendment_id) = False, self._attach(tx, row, asked, submission)
                 replaced = None if row.terminal else asked.command.snapshot
             else:
                 job = job or self._new_job(tx, job_id, submission)
                 self._supersede(row)
-                resumes = row is not None and asked is not None and _resumable(row, asked, submission)
+                resumes = row is not None and asked is not None and is_resumable(row, asked, submission)
                 row = self._open(tx, job, row if resumes else None, submission, sealed)
-                created, warnings, amendment_id, replaced = True, self._take_terms(tx, row), None, None
+                created, warnings, amendment_id, replaced = True, take_terms(tx, row, self.clock()), None, None
             job.claim = _next(job.claim)
             claim, incarnation = job.claim, row.incarnation
             if key is not None:
@@ -259,7 +261,7 @@ class JobService:
                 best_effort=request.best_effort,
             )
             if (row.terminal and row.state != State.SUCCEEDED) or request.next_attempt:
-                amendment.answer = _for_next_attempt(row, request, self.clock())
+                amendment.answer = answer_for_next_attempt(row, request, self.clock())
                 if amendment.answer.accepted:
                     terms = AmendedData(deadline_at=request.deadline_at, value=request.value or row.value)
                     tx.add_event(terms, amendment.answer.reason, row)
@@ -386,27 +388,6 @@ class JobService:
         tx.session.flush()
         return warnings, amendment.amendment_id
 
-    def _take_terms(self, tx: Writer, row: IncarnationRow) -> list[str]:
-        """Give a new attempt the deadline and value that were set after an earlier one; returns warnings that say so.
-
-        If the attempt itself asks for a later deadline, that is used.
-        """
-        terms, changed = tx.next_terms(row.job_id), []
-        if terms.value is not None and terms.value != row.value:
-            row.value = terms.value
-            changed.append(f"has the value {row.value:g}")
-        asked_at = 0.0 if row.deadline_at is None else row.deadline_at
-        if terms.best_effort and not row.best_effort:
-            row.deadline_at, row.best_effort = None, True
-            changed.append("is best effort")
-        elif terms.deadline_at is not None and not row.best_effort and terms.deadline_at > max(self.clock(), asked_at):
-            row.deadline_at = terms.deadline_at
-            latest_at = row.submission.latest_deadline_at
-            if latest_at is not None and latest_at <= terms.deadline_at:
-                row.submission = row.submission.model_copy(update={"latest_deadline_at": None})
-            changed.append(f"has the deadline {moment(terms.deadline_at)}")
-        return [f"this attempt {' and '.join(changed)}, as was set after an earlier one"] if changed else []
-
     def _warn_of_changed_code(self, old: str, new: str) -> list[str]:
         if old == new:
             return []
@@ -476,64 +457,9 @@ class JobService:
         return row
 
 
-def _for_next_attempt(row: IncarnationRow, request: AmendRequest, now: float) -> AmendmentAnswer:
-    """Answer an amendment of a job that has ended; whether its deadline can be promised is decided with the attempt."""
-
-    def refused(why: Reason) -> AmendmentAnswer:
-        return AmendmentAnswer(accepted=False, reason=why)
-
-    asked, wanted_at = readable(row.submission), request.deadline_at
-    asked_at = None if asked is None else asked.deadline_at
-    if not row.terminal or row.state == State.SUCCEEDED:
-        return refused(Reason("the job is {state} meanwhile: look at it first", state=row.state))
-    if request.best_effort:
-        asks = Reason("is best effort")
-    elif wanted_at is not None:
-        if wanted_at <= now:
-            return refused(Reason("{deadline_at:moment} has passed already", deadline_at=wanted_at))
-        if asked is not None and asked.best_effort:
-            return refused(Reason("the task asks for best effort: give it a deadline in the DAG"))
-        if asked_at is not None and wanted_at <= asked_at:
-            return refused(Reason("the task itself asks for a later deadline, {asked_at:moment}", asked_at=asked_at))
-        asks = Reason("asks for the deadline {deadline_at:moment}", deadline_at=wanted_at)
-    elif request.value is not None:
-        asks = Reason("has the value {value:g}", value=request.value)
-    else:
-        return refused(Reason("nothing to change was given"))
-    reason = Reason("the next attempt {asks}; it begins when the task is cleared, or submitted again", asks=asks)
-    return AmendmentAnswer(accepted=True, reason=reason, for_next_attempt=True)
-
-
 def _next(count: int) -> int:
     """Return the next count. Counts are only compared for equality, so one out of bounds restarts at 1."""
     return count + 1 if 0 <= count < bounds.MOST_COUNT else 1
-
-
-def _attachable(row: IncarnationRow, asked: StoredSubmission, submission: JobSubmission) -> bool:
-    """Whether an attempt continues this incarnation: it is equal, and live or an unacknowledged success."""
-    if not _same_training(row, asked, submission) or row.cancel_reason is not None:
-        return False
-    if row.terminal:
-        return row.state == State.SUCCEEDED and not row.acknowledged
-    if not row.ending:
-        return True
-    ending = readable(row.ending)
-    return ending is not None and ending.state is State.SUCCEEDED
-
-
-def _resumable(row: IncarnationRow, asked: StoredSubmission, submission: JobSubmission) -> bool:
-    """Whether a new incarnation resumes from the progress of this one."""
-    return row.state != State.SUCCEEDED and _same_training(row, asked, submission)
-
-
-def _same_training(row: IncarnationRow, asked: StoredSubmission, submission: JobSubmission) -> bool:
-    """Whether a submission asks for the training of an incarnation. ``logical_workers=None`` matches any number."""
-    if row.equality_key != submission.equality_key() or asked.consistency != submission.consistency:
-        return False
-    if not SHA256.match(asked.command.snapshot):
-        return False  # Its code cannot be found.
-    logical_workers = row.logical_workers or asked.logical_workers
-    return submission.logical_workers is None or logical_workers in (None, submission.logical_workers)
 
 
 def _current(reader: Reader, job_id: str) -> tuple[JobRow, IncarnationRow]:

@@ -274,9 +274,14 @@ export function legend(history) {
   const dags = [...new Set([...history.spans, ...history.planned].filter((span) => span.job_id).map((span) => span.dag_id))];
   const others = history.spans.some((span) => !span.job_id);
   const key = (kind, text) => h('li', {}, h('span', { class: `swatch ${kind}`, 'aria-hidden': 'true' }), text);
+  const mark = (shape, text) => h('li', {}, s('svg', { class: 'key-mark', width: 12, height: 12, viewBox: '-6 -6 12 12', 'aria-hidden': 'true' }, s('g', { class: 'mark quiet' }, shape)), text);
+  const refused = history.admissions.some((one) => one.decision === 'rejected');
   return h('ul', { class: 'legend' },
     dags.slice(0, 8).map((dag) => key(`c${colourOf(dag)}`, dag)),
-    dags.length > 8 ? h('li', {}, `and ${dags.length - 8} more`) : null,
+    dags.length > 8 ? h('li', {}, `and ${dags.length - 8} more DAGs, in the same colours`) : null,
     others ? key('cx', 'other jobs') : null,
-    key('planned', 'planned'), key('starting', 'starting'), key('held', 'held'), key('computing', 'computing'));
+    key('planned', 'planned'), key('starting', 'starting'), key('held', 'held'), key('computing', 'computing'),
+    history.admissions.length ? mark(s('circle', { r: 3.6 }), 'submitted') : null,
+    refused ? mark(s('path', { d: 'M-4 -4l8 8m0 -8l-8 8', class: 'cross' }), 'rejected') : null,
+    history.admissions.length ? mark(s('path', { d: 'M0 5l-5 -9h10z' }), 'deadline') : null);
 }
