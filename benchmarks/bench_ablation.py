@@ -12,10 +12,14 @@ that nothing depends on the one trace that parameters were tuned on. Groups of t
 - *prices*: the settings of the protection price, where it acts: on clusters that are too small; decided at arrival;
 - *choices*: what becomes of jobs that cannot be promised what they ask for (``on_reject``);
 - *worth*: jobs that are worth 1, 3 or 10, drawn anew for each seed, equally often;
+- *default*: the default and its two objectives, decided at arrival and waiting, beside greedy policies, on every
+  cluster: paired differences, seed by seed, with a 95 % interval (Student's t);
+- *left_out*: the default with the constants of its price that were chosen by looking at results, each chosen on all
+  clusters but the one reported, among those of *prices*: what is left of it where it could not be tuned;
 - *ageing*: every fourth job, drawn anew for each seed, is best effort: how long such jobs take with and without ageing
   and patience.
 
-All of it is some 900 simulations, each done once: half an hour on two idle cores. Needs ../shared/data beside the
+All of it is some 1,800 simulations, each done once: 40 minutes on two idle cores. Needs ../shared/data beside the
 checkout; without it there is nothing to do.
 """
 
@@ -26,11 +30,11 @@ import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import mean, stdev
 from typing import NamedTuple
 from unittest.mock import patch
 
-from bench_contended import TOO_SMALL
+from bench_contended import FURTHER, TOO_SMALL
 from bench_policies import DATA, OWN_SIZE, Case, setting_of
 from results import parser_of, show, table
 
@@ -40,10 +44,10 @@ from elasticflow_airflow.scheduler_core.model.work import Work
 from elasticflow_airflow.scheduler_core.planning import planner
 from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape
 from elasticflow_airflow.scheduler_core.planning.proof import Attempt, rescues
-from elasticflow_airflow.scheduler_core.scheduler import Scheduler
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result, quantile
 from elasticflow_airflow.scheduler_core.simulator.prepare import prepare
+from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
 
 JITTER = 0.1
@@ -51,6 +55,9 @@ PAUSE_S = 30.0
 WORTHS = (1.0, 3.0, 10.0)
 BEST_EFFORT_PART = 0.25
 NEVER = 1e12
+OURS = "elasticflow"
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Two-sided 95 % quantiles, by the number of pairs."""
 Rescues = Generator[Attempt, str | None, None]
 
 
@@ -65,6 +72,7 @@ class Trial(NamedTuple):
     """What is tried before a rejection."""
     alter: Callable[[Trace, random.Random], Trace] | None
     """Makes the trace of a seed, if not as it is."""
+    policy: str = OURS
 
 
 class Variant(NamedTuple):
@@ -75,6 +83,7 @@ class Variant(NamedTuple):
     on_reject: OnReject = OnReject.FAIL
     beside: str = ""
     rescues: Callable[[Sequence[Work], float, int], Rescues] = rescues
+    policy: str = OURS
 
 
 class Figures(NamedTuple):
@@ -101,7 +110,7 @@ class Group:
     alter: Callable[[Trace, random.Random], Trace] | None = None
 
     def trial(self, variant: Variant, case: Case, seed: int) -> Trial:
-        return Trial(case, seed, variant.config, variant.on_reject, variant.rescues, self.alter)
+        return Trial(case, seed, variant.config, variant.on_reject, variant.rescues, self.alter, variant.policy)
 
 
 def one_level(works: Sequence[Work], now: float, count: int) -> Rescues:
@@ -147,9 +156,9 @@ def told(trial: Trial) -> list[SimulatedJob]:
 
 def simulate(trial: Trial) -> Figures:
     nodes = setting_of(trial.case, PAUSE_S, exact=True).nodes
-    policy = Scheduler(trial.config, nodes)
+    policy = make_policy(trial.policy, nodes, trial.config)
     with patch.object(planner, "rescues", trial.rescues):
-        return figures_of(Simulation(name="elasticflow", policy=policy, nodes=nodes, jobs=told(trial)).run())
+        return figures_of(Simulation(name=trial.policy, policy=policy, nodes=nodes, jobs=told(trial)).run())
 
 
 def figures_of(result: Result) -> Figures:
@@ -232,6 +241,54 @@ def across(group: Group, found: Mapping[Case, Sequence[Sequence[Figures]]]) -> l
     return [f"Mean of {seeds} seeds:", "", *table(["variant", *(case.label for case in found)], rows)]
 
 
+def interval(runs: Sequence[Figures], others: Sequence[Figures]) -> str:
+    """The mean of the paired differences in deadlines met, and its 95 % interval."""
+    each = [run.met - other.met for run, other in zip(runs, others, strict=True)]
+    if len(each) not in STUDENT_T:
+        return f"{mean(each):+.1f}"
+    half = STUDENT_T[len(each)] * stdev(each) / len(each) ** 0.5
+    return f"{mean(each):+.1f} ± {half:.1f}"
+
+
+def beside_default(group: Group, found: Mapping[Case, Sequence[Sequence[Figures]]]) -> list[str]:
+    """A row for each cluster: deadlines met by the default, and by how many each of the others differs from it."""
+    rows = []
+    for case, figures in found.items():
+        default, *others = figures
+        late = sum(run.late for run in default)
+        rows.append([case.label, average(default, "met"), f"{late:.0f}", *(interval(runs, default) for runs in others)])
+    heads = ["cluster", "default", "late", *(variant.name for variant in group.variants[1:])]
+    return [f"Deadlines met, mean of {len(next(iter(found.values()))[0])} seeds:", "", *table(heads, rows)]
+
+
+def left_out(group: Group, found: Mapping[Case, Sequence[Sequence[Figures]]]) -> list[str]:
+    """A row for each cluster: the shipped constants, and those that are best on all other clusters."""
+
+    def gained(number: int, cases: Sequence[Case]) -> float:
+        """The part of the shipped constants' deadlines that others add, summed over clusters."""
+        shipped = [mean(run.met for run in found[case][0]) for case in cases]
+        theirs = [mean(run.met for run in found[case][number]) for case in cases]
+        return sum(their / ship - 1.0 for their, ship in zip(theirs, shipped, strict=True))
+
+    rows = []
+    for case, figures in found.items():
+        others = [other for other in found if other != case]
+        chosen = max(range(len(figures)), key=lambda number: (gained(number, others), -number))
+        best = max(range(len(figures)), key=lambda number: mean(run.met for run in found[case][number]))
+        rows.append(
+            [
+                case.label,
+                average(figures[0], "met"),
+                group.variants[chosen].name,
+                average(figures[chosen], "met"),
+                interval(figures[chosen], figures[0]),
+                f"{group.variants[best].name}: {average(figures[best], 'met')}",
+            ]
+        )
+    heads = ["cluster", "shipped", "chosen on all others", "met", "difference", "best here, in hindsight"]
+    return [f"Deadlines met, mean of {len(next(iter(found.values()))[0])} seeds:", "", *table(heads, rows)]
+
+
 def by_choice(group: Group, found: Mapping[Case, Sequence[Sequence[Figures]]]) -> list[str]:
     def rows_of(figures: Sequence[Sequence[Figures]]) -> list[list[str]]:
         return [
@@ -269,28 +326,28 @@ def of_best_effort(group: Group, found: Mapping[Case, Sequence[Sequence[Figures]
 
 USUAL = SchedulerConfig(objective=Objective.FIRST_COME)
 PRICED = replace(USUAL, objective=Objective.VALUE)
+DEFAULT = SchedulerConfig()
 FIRST_COME, VALUE = "first come", "value, waiting"
 WAIT, LATE = OnReject.WAIT, OnReject.LATE
 
 
-def prices() -> list[Variant]:
+def prices(config: SchedulerConfig, name: str) -> list[Variant]:
     """The protection price as it is, then with other settings, one at a time; decided at arrival."""
-    memories = PRICED.protection_half_lives_s
+    memories = config.protection_half_lives_s
     hours = [f"{memory / 3600:.0f} h" for memory in memories]
-    without = [priced(memories=tuple(other for other in memories if other != memory)) for memory in memories]
-    alone = [priced(memories=(memory,)) for memory in memories]
+    without = [tuple(other for other in memories if other != memory) for memory in memories]
+    alone = [(memory,) for memory in memories]
+
+    def remembering(half_lives_s: tuple[float, ...]) -> SchedulerConfig:
+        return replace(config, protection_half_lives_s=half_lives_s)
+
     return [
-        Variant("value, as it is", PRICED),
-        *(Variant(f"without the memory of {h}", config) for h, config in zip(hours, without, strict=True)),
-        *(Variant(f"the memory of {h} alone", config) for h, config in zip(hours, alone, strict=True)),
-        *(Variant(f"weight {weight:g}", priced(weight=weight)) for weight in (0.0, 0.5, 2.0)),
-        *(Variant(f"reach {reach:g}", replace(PRICED, protection_reach=reach)) for reach in (1.0, 10.0)),
+        Variant(name, config),
+        *(Variant(f"without the memory of {h}", remembering(kept)) for h, kept in zip(hours, without, strict=True)),
+        *(Variant(f"the memory of {h} alone", remembering(kept)) for h, kept in zip(hours, alone, strict=True)),
+        *(Variant(f"weight {weight:g}", replace(config, protection_weight=weight)) for weight in (0.0, 0.5, 2.0)),
+        *(Variant(f"reach {reach:g}", replace(config, protection_reach=reach)) for reach in (1.0, 10.0)),
     ]
-
-
-def priced(weight: float = PRICED.protection_weight, memories: tuple[float, ...] | None = None) -> SchedulerConfig:
-    lives = PRICED.protection_half_lives_s if memories is None else memories
-    return replace(PRICED, protection_weight=weight, protection_half_lives_s=lives)
 
 
 IMPROVEMENTS = (
@@ -314,6 +371,15 @@ CHOICES = (
     Variant("late", USUAL, LATE),
 )
 WORTH = (Variant(FIRST_COME, USUAL), Variant("value", PRICED), Variant(VALUE, PRICED, WAIT))
+DEFAULTS = (
+    Variant("default", DEFAULT),
+    Variant("waiting", DEFAULT, WAIT),
+    Variant("first come", USUAL),
+    Variant("value", PRICED),
+    Variant("value, waiting", PRICED, WAIT),
+    Variant("`edf+elastic`", DEFAULT, policy="edf+elastic"),
+    Variant("`edf+admission`", DEFAULT, policy="edf+admission"),
+)
 AGEING = (
     Variant("as it is", USUAL),
     Variant("... without ageing", replace(USUAL, ageing_s=NEVER)),
@@ -323,7 +389,9 @@ AGEING = (
 SOME = (TOO_SMALL[0], TOO_SMALL[1], TOO_SMALL[4])
 GROUPS: Mapping[str, Group] = {
     "ablation": Group((*OWN_SIZE, *TOO_SMALL), IMPROVEMENTS, by_case),
-    "prices": Group(TOO_SMALL, prices(), across),
+    "default": Group((*OWN_SIZE, *TOO_SMALL, *FURTHER), DEFAULTS, beside_default),
+    "left_out": Group((*OWN_SIZE[:2], *TOO_SMALL, *FURTHER), prices(DEFAULT, "as it is"), left_out),
+    "prices": Group(TOO_SMALL, prices(PRICED, "value, as it is"), across),
     "choices": Group(SOME, CHOICES, by_choice),
     "worth": Group(SOME, WORTH, across, unequal),
     "ageing": Group(SOME[:2], AGEING, of_best_effort, some_best_effort),

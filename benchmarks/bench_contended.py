@@ -2,8 +2,9 @@
 
     python benchmarks/bench_contended.py [--traces 195job,...] [--policies elasticflow:value,...] [--write]
 
-Ours with each objective, decided at arrival or waiting, beside every other policy, those that refuse nobody included.
-Speeds are known exactly: which jobs are chosen is the question. Options, output and data as of bench_policies.py.
+Ours with the settings of `elasticflow serve`; then with each objective, decided at arrival or waiting, beside every
+other policy, those that refuse nobody included, with speeds known exactly: which jobs are chosen is the question. On
+the traces of a thousand jobs beside some of them. Options, output and data as of bench_policies.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ TOO_SMALL = (
     Case("cluster10", 4, 8),
     Case("cluster10", 2, 8),
 )
+FURTHER = (Case("1000job_1500lam", 4, 8), Case("1000job_1500lam", 8, 8), Case("philly_103959", 2, 8))
 OURS = (
     "elasticflow",
     "elasticflow:wait",
@@ -29,8 +31,12 @@ OURS = (
 
 def main() -> None:
     args = parser_of(__doc__).parse_args()
+    if not args.policies and not args.exact:
+        served = [(case, ("elasticflow", "elasticflow:wait")) for case in (*TOO_SMALL, *FURTHER)]
+        bench("contended-served", served, args, why=False, brief=True)
     args.exact = True
     plan = [(case, (*OURS, *OTHERS)) for case in TOO_SMALL]
+    plan += [(case, (*OURS, "edf+elastic", "edf+admission")) for case in FURTHER]
     bench("contended", plan, args, why=False, counted=("elasticflow", "elasticflow:value:wait"))
 
 
