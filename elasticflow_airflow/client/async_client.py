@@ -63,15 +63,18 @@ class AsyncElasticFlowClient(ServiceClient, AsyncCaller):
         await self._send_snapshot(snapshot)
         return True
 
-    async def stream_events(self, job_id: str | None = None, after: int | None = 0) -> AsyncIterator[Event]:
+    async def stream_events(
+        self, job_id: str | None = None, after: int | None = 0, *, on_open: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[Event]:
         """Yield events as they happen, indefinitely; a broken stream is resumed after the last event.
 
-        ``after`` is an event's id; None: only what happens from now on. Raises ServiceUnavailable if the service does
-        not answer for ``retry_for_s`` seconds.
+        ``after`` is an event's id; None: only what happens from now on. ``on_open`` is called whenever the stream is
+        open, at first and again. Raises ServiceUnavailable if the service does not answer for ``retry_for_s`` seconds.
         """
         while True:
             # Each reconnect starts a new retry period, so an outage after a working stream counts from its own start.
             lines: httpx.Response = await self._retrying()(self._open_stream, job_id, after)
+            on_open()
             try:
                 async for event in _parse_events(lines):
                     after = max(after or 0, event.event_id)

@@ -27,7 +27,8 @@ T = TypeVar("T")
 _LOOKUP_S = 20.0
 """How long a connection is cached, in seconds; a changed one takes effect within this time."""
 _CONNECT_S, _TIMEOUT_S = 3.0, 20.0
-_FOLLOW_S = 5.0
+_BRIEF_S = 5.0
+"""Answers that are shared for at most so long, in seconds, are out of date once something has happened."""
 _AT_ONCE = 8
 _QUEUE_S = 2.0
 _AWAY_S = 2.0
@@ -45,6 +46,7 @@ class _Shared:
     answer: Any = None
     failure: ServiceUnavailable | None = None
     until: float = -1.0
+    for_s: float = 0.0
 
 
 class Source:
@@ -113,7 +115,7 @@ class Source:
             if self._clock() >= shared.until:
                 try:
                     shared.answer, shared.failure = self.ask(call), None
-                    shared.until = self._clock() + for_s
+                    shared.until, shared.for_s = self._clock() + for_s, for_s
                 except ServiceUnavailable as error:
                     shared.failure, shared.until = error, self._clock() + _AWAY_S
             if shared.failure is not None:
@@ -124,10 +126,17 @@ class Source:
             shared.lock.release()
 
     def follower(self) -> AsyncElasticFlowClient:
-        """Return a client that follows the service's events; the caller closes it. It gives up after 5 s."""
+        """Return a client that follows the service's events, without retries; the caller closes it."""
         address, _ = self._connect()
         endpoint = replace(address.endpoint, embedded_state_dir=None)  # Else it would start an embedded service again.
-        return AsyncElasticFlowClient(endpoint, retry_for_s=_FOLLOW_S, transport=self._async_transport)
+        return AsyncElasticFlowClient(endpoint, retry_for_s=0.0, transport=self._async_transport)
+
+    def outdate(self) -> None:
+        """Ask anew for what is shared for a few seconds only, since something has happened."""
+        with self._lock:
+            for shared in self._shared.values():
+                if shared.for_s <= _BRIEF_S:
+                    shared.until = -1.0
 
     def forget(self) -> None:
         """Drop the shared responses, which are out of date after a change."""

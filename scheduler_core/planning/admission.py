@@ -237,7 +237,9 @@ class AdmissionControl:
         now, free = self.planner.now, self.planner.filling.free
         room, used = free.least(), 0.0
         for work in self._earlier(limit):
-            sizes = ((size, end) for size in work.sizes if (end := work.end_s(now, size)) <= work.limit_s)
+            sizes = (
+                (size, end) for size in work.sizes if (end := work.end_s(now, size)) <= work.limit_s + TOLERANCE_S / 2
+            )
             size, end = next(sizes, (0, now))
             if not size or work.release_s > now:
                 return 0.0

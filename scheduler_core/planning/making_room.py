@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from heapq import nsmallest
 from typing import NamedTuple
 
-from elasticflow_airflow.scheduler_core.model.work import INFINITY, Holding, Work, course_of
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Course, Holding, Work, course_of
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
 
@@ -41,7 +41,9 @@ def make_room(planner: Planner, draft: Draft, newcomer: Work, limit_s: float) ->
     Both keep their limits, with the pause of the change paid. The newcomer gets as many slots as save it more time than
     they saved the other. ``draft`` does not change.
     """
-    starts = [] if len(planner.jobs) <= planner.config.afresh_up_to else list(_starts(newcomer, planner.now, limit_s))
+    if newcomer.size or len(planner.jobs) <= planner.config.afresh_up_to:
+        return None  # Whether a job that holds slots already has to move, and what that costs, a fresh plan decides.
+    starts = list(_starts(newcomer, planner.now, limit_s))
     if not starts:
         return None
     concessions = [found for work in planner.promised() if (found := _concession(draft, work)) is not None]
@@ -86,14 +88,18 @@ def _concede(draft: Draft, one: _Concession, newcomer: Work, size: int, end_s: f
     """Shrink a job, and start the newcomer on slots that are free then; False, and nothing has changed, if none are."""
     before = draft.drop(one.job_id)
     assert before is not None
-    layout, now = draft.layout, draft.now
-    part = layout.find(draft.book.free_over(now, one.end_s) & before.holdings[0].mask, one.size)
-    if part:
-        draft.put(one.job_id, course_of(one.work, [Holding(now, one.end_s, part)], now))
-        block = layout.find(draft.book.free_over(now, end_s), size)
-        if block:
-            draft.put(newcomer.job_id, course_of(newcomer, [Holding(now, end_s, block)], now))
+    if smaller := _fitting(draft, one.work, one.size, one.end_s, before.holdings[0].mask):
+        draft.put(one.job_id, smaller)
+        if course := _fitting(draft, newcomer, size, end_s, draft.book.everything):
+            draft.put(newcomer.job_id, course)
             return True
         draft.drop(one.job_id)
     draft.put(one.job_id, before)
     return False
+
+
+def _fitting(draft: Draft, work: Work, size: int, end_s: float, among: int) -> Course | None:
+    """Return the course of a job on free slots among these from now on; None if there are none, or it ends too late."""
+    block = draft.layout.find(draft.book.free_over(draft.now, end_s) & among, size)
+    course = course_of(work, [Holding(draft.now, end_s, block)], draft.now) if block else None
+    return course if course is not None and course.promised_s <= work.limit_s + TOLERANCE_S else None

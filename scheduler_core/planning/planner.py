@@ -154,10 +154,11 @@ class Planner:
         """
         works = self.works(newcomer, guarded=guarded)
         draft, _ = self._proven(deadline_order(works), self.config.proof_rounds)
-        if draft is None and rescue and (found := self._rescued(works, rescue)) is not None:
-            draft, _ = found
         if draft is not None:
-            draft.planned_anew = len(works) == len(self._promised) + (newcomer is not None)
+            comes = newcomer is not None and not newcomer.size
+            draft.planned_anew = len(works) == len(self._promised) + comes
+        elif rescue and (found := self._rescued(works, rescue)) is not None:
+            draft, _ = found
         return draft
 
     def rescued(self, newcomer: Work, rescue: int) -> tuple[Draft, Attempt] | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
-from elasticflow_airflow.scheduler_core.model.values import Job, Node
+from elasticflow_airflow.scheduler_core.model.values import Job, Node, RescaleCosts, ScalingCurve
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
 
 STEEP, FLAT = {1: 1.0, 2: 1.9, 4: 3.6}, {1: 1.0, 2: 1.5, 4: 1.6}
@@ -75,3 +75,33 @@ def test_beside_few_jobs_everything_is_planned_anew(make_job, monkeypatch):
     submit(scheduler, make_job("flat", steps=1000.0, deadline=9000.0, curve={1: 1.0, 2: 1.5, 4: 1.6, 8: 1.7}), 0.0)
     without_fresh_plans(monkeypatch)
     assert isinstance(submit(scheduler, make_job("new", steps=100.0, deadline=150.0, curve={1: 1.0}))[0], de.Reject)
+
+
+def test_who_holds_slots_and_would_have_to_move_is_not_promised_for_nothing():
+    """Its own slots go away: the pause of moving has to be paid, and then its deadline cannot be kept."""
+    nodes = [Node(node_id="n1", slots=4), Node(node_id="n2", slots=2, draining_until_s=200.0)]
+    scheduler = Scheduler(SchedulerConfig(afresh_up_to=0), nodes)
+    flat, steps = {1: 1.0, 2: 1.5, 4: 1.6}, {"submitted_s": 0.0, "total_steps": 1000.0}
+    submit(scheduler, Job(job_id="a", deadline_s=9000.0, curve=ScalingCurve(flat), min_workers=2, **steps), 0.0)
+    costs = RescaleCosts(pause_s=30.0)
+    submit(scheduler, Job(job_id="e", deadline_s=None, curve=ScalingCurve({2: 1.9}), costs=costs, **steps), 0.0)
+    assert sizes(scheduler) == {"a": 4, "e": 2}
+    decisions = scheduler.handle(ev.JobAmended("e", deadline_s=540.0), 10.0)
+    assert not [decision for decision in decisions if isinstance(decision, de.Amended | de.AtRisk)]
+
+
+def test_a_plan_in_another_order_is_not_one_that_no_other_could_better(make_job, monkeypatch):
+    """Late jobs are then planned anew when they were before, not a minute later."""
+    found: list[bool] = []
+    monkeypatch.setattr(Planner, "_proven", lambda *_, **__: (None, None))
+    monkeypatch.setattr(Planner, "_rescued", lambda self, *_: (self.stored(), None))
+    ask = Planner.fresh
+    monkeypatch.setattr(Planner, "fresh", lambda *a, **k: note(ask(*a, **k)))
+
+    def note(draft):
+        found.append(draft.planned_anew if draft is not None else False)
+        return draft
+
+    planner = busy(make_job, flat=FLAT)._state.planner(10.0)
+    assert planner.fresh(rescue=1) is not None
+    assert found == [False]

@@ -1,13 +1,14 @@
 // Hears that something has happened, by server-sent events; where there are none, the page asks every few seconds.
 
 const AGAIN_MS = 60000;
+const TRIES = 3;
 
 export class Changes {
   /** `heard()` is called whenever there may be something new. Only a page that somebody looks at listens. */
   constructor(heard) {
     this.heard = heard;
     this.stream = null;
-    this.open = false;
+    this.follows = false;
     document.addEventListener('visibilitychange', () => (document.hidden ? this.stop() : this.listen()));
     this.listen();
   }
@@ -17,14 +18,15 @@ export class Changes {
     if (this.stream || document.hidden) return;
     const stream = new EventSource('api/changes');
     this.stream = stream;
-    stream.addEventListener('open', () => {
-      this.open = true;
-      this.heard();
-    });
+    let failures = 0;
+    stream.addEventListener('open', () => { failures = 0; });
+    stream.addEventListener('following', () => { this.follows = true; });
+    stream.addEventListener('away', () => { this.follows = false; });
     stream.addEventListener('changed', () => this.heard());
     stream.addEventListener('error', () => {
-      this.open = false; // The browser connects again by itself, unless it was refused.
-      if (stream.readyState !== EventSource.CLOSED || stream !== this.stream) return;
+      // A stream ends every few seconds, and the browser opens the next one: unless it was refused, or nobody answers.
+      failures += 1;
+      if (stream !== this.stream || (stream.readyState !== EventSource.CLOSED && failures < TRIES)) return;
       this.stop();
       this.timer = setTimeout(() => this.listen(), AGAIN_MS);
     });
@@ -34,6 +36,6 @@ export class Changes {
     clearTimeout(this.timer);
     this.stream?.close();
     this.stream = null;
-    this.open = false;
+    this.follows = false;
   }
 }

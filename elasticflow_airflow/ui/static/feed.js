@@ -26,7 +26,7 @@ export class Feed {
 
   /** Ask now if it is time; never waits for the answer. */
   tick() {
-    const outdated = this.everyMs <= QUICK_MS && this.askedAt < changedAt && !this.failures;
+    const outdated = this.everyMs <= QUICK_MS && this.askedAt < Math.min(changedAt, Date.now() - this.everyMs / 2) && !this.failures;
     if (this.aborter || (Date.now() < this.dueAt && !outdated)) return;
     this.fetch();
   }

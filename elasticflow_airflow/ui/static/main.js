@@ -75,7 +75,7 @@ function open() {
       fresh.setAttribute('aria-busy', 'false');
       beat(null);
     },
-    () => (changes?.open && !view.steady ? BESIDE_EVENTS_MS : view.everyMs),
+    () => (changes?.follows && !view.steady ? BESIDE_EVENTS_MS : view.everyMs),
     (error) => {
       if (fresh !== main) return;
       console.warn(`ElasticFlow: ${error.message}`);
@@ -144,7 +144,7 @@ try {
   open();
   changes = new Changes(() => {
     outdate();
-    live.soon();
+    if (!view.steady) live.soon();
   });
 } catch (error) {
   main.setAttribute('aria-busy', 'false');

@@ -26,7 +26,7 @@ def boot_id() -> str:
 
 
 _NO_PROCESS = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
-"""What the kernel answers if a pid is free, or is that of another process's thread by now (EINVAL before Linux 6.9)."""
+"""The kernel's answers if a pid is free, or is the number of a thread by now (EINVAL from older kernels)."""
 
 
 @dataclass(frozen=True, slots=True)
