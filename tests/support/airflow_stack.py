@@ -226,8 +226,13 @@ class Stack:
 
     def tails(self) -> str:
         ends = [f"--- {p.name}\n{p.read_text()[-1500:]}" for p in sorted(self.home.glob("*.out"))]
+        gone = [
+            f"--- {component} has ended with {process.returncode}"
+            for component, process in self.processes.items()
+            if process.poll() is not None
+        ]
         states = [f"{'.'.join(key)}: {task['state']}, try {task['try_number']}" for key, task in self.tasks.items()]
-        return "\n".join([*ends, *(service.log_tail() for service in self.services.values()), "--- tasks", *states])
+        return "\n".join([*ends, *gone, *(service.log_tail() for service in self.services.values()), "--- tasks", *states])
 
     # -- the process table -------------------------------------------------------------------------------------------
 
@@ -345,7 +350,9 @@ class Run:
         task = self.task_now(task_id)
         if (now := task["state"]) in ("failed", "success"):
             log = self.log(task["try_number"], task_id)
-            raise AssertionError(f"{self.dag_id}.{task_id} is {now}, not {state}:\n{log}\n{self.job(task_id)}")
+            raise AssertionError(
+                f"{self.dag_id}.{task_id} is {now}, not {state}:\n{log}\n{self.job(task_id)}\n{self.stack.tails()}"
+            )
 
     def acknowledged(self, task_id: str = "train") -> JobStatus:
         """Wait until Airflow's success was told to the service."""
