@@ -174,7 +174,7 @@ def as_soon_as_possible(draft: Draft, work: Work) -> Course | None:
 
 def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
     """Give free slots to the jobs that save the most GPU-seconds per slot, until no growth pays any more."""
-    room = (draft.book.everything & ~draft.book.taken[0]).bit_count()  # growing takes from it, and gives nothing back
+    room = _room(draft)
     if not room:
         return
     by_id: dict[str, Work] = {}
@@ -190,15 +190,18 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
         if course is not None and course.finish_s < INFINITY:
             by_id[work.job_id] = work
             consider(work)
-    while options:
+    while options and room:
         _, winner, course = heappop(options)
-        before = draft.drop(winner)
-        assert before is not None
-        if draft.is_free(course):
+        if draft.is_free(course, beside=draft.courses[winner]):  # else another job took these slots meanwhile
+            draft.drop(winner)
             draft.put(winner, course)
-        else:  # another job took these slots meanwhile
-            draft.put(winner, before)
+            room = _room(draft)
         consider(by_id[winner])
+
+
+def _room(draft: Draft) -> int:
+    """Return how many slots nobody holds now: growing takes from them, and gives nothing back."""
+    return (draft.book.everything & ~draft.book.taken[0]).bit_count()
 
 
 def _option(draft: Draft, work: Work, config: SchedulerConfig, room: int) -> tuple[float, Course] | None:

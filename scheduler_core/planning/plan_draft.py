@@ -37,9 +37,10 @@ class Draft:
                 self.book.give_back(holding)
         return course
 
-    def is_free(self, course: Course) -> bool:
-        """Return whether all slots of a course are free."""
-        return all(not mask & ~self.book.free_over(start, end) for start, end, mask in course.holdings)
+    def is_free(self, course: Course, beside: Course | None = None) -> bool:
+        """Return whether all slots of a course are free; those of ``beside``, which it would replace, count as free."""
+        own = () if beside is None else beside.holdings
+        return all(not mask & ~self.book.free_over(start, end, own) for start, end, mask in course.holdings)
 
     def mask_now(self, job_id: str) -> int:
         """Return the slots that the draft gives a job now."""
