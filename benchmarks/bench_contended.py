@@ -33,7 +33,7 @@ def main() -> None:
     args = parser_of(__doc__).parse_args()
     if not args.policies and not args.exact:
         served = [(case, ("elasticflow", "elasticflow:wait")) for case in (*TOO_SMALL, *FURTHER)]
-        bench("contended-served", served, args, why=False, brief=True)
+        bench("contended_served", served, args, why=False, brief=True)
     args.exact = True
     plan = [(case, (*OURS, *OTHERS)) for case in TOO_SMALL]
     plan += [(case, (*OURS, "edf+elastic", "edf+admission")) for case in FURTHER]

@@ -165,8 +165,7 @@ def reasons(comparison: Comparison) -> list[str]:
 CAUSES: tuple[tuple[str, str], ...] = (
     (r"\(objective: (auto|value)", "its slots are worth more to others that are expected"),
     (r"hopeless even with", "waited, and in vain"),
-    (r"slots none can be had", "for a while all slots are promised to others"),
-    (r"slots at most .* can be had", "for a while too few slots are not promised to others"),
+    (r"slots (none|at most .*) are available", "for a while too few slots are not promised to others"),
     (r"^$", "was promised, and late"),
 )
 """What is said at a rejection (a pattern), and the cause that it is counted under."""
