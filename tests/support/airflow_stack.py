@@ -232,7 +232,9 @@ class Stack:
             if process.poll() is not None
         ]
         states = [f"{'.'.join(key)}: {task['state']}, try {task['try_number']}" for key, task in self.tasks.items()]
-        return "\n".join([*ends, *gone, *(service.log_tail() for service in self.services.values()), "--- tasks", *states])
+        return "\n".join(
+            [*ends, *gone, *(service.log_tail() for service in self.services.values()), "--- tasks", *states]
+        )
 
     # -- the process table -------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from elasticflow_airflow.service.job_files.snapshots import SnapshotLostError, S
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal, never_fits, no_such_job, stale_claim, wrong_job_id
 from elasticflow_airflow.service.renewals import Question, Renewals
-from elasticflow_airflow.service.requests.next_attempt import answer_for_next_attempt, take_terms
+from elasticflow_airflow.service.requests.next_attempt import answer_for_next_attempt, has_ended_badly, take_terms
 from elasticflow_airflow.service.requests.same_training import is_attachable, is_resumable
 from elasticflow_airflow.service.secrets import SecretBox
 from elasticflow_airflow.service.settings import ServiceSettings
@@ -260,7 +260,7 @@ class JobService:
                 value=request.value,
                 best_effort=request.best_effort,
             )
-            if (row.terminal and row.state != State.SUCCEEDED) or request.next_attempt:
+            if has_ended_badly(row) or request.next_attempt:
                 amendment.answer = answer_for_next_attempt(row, request, self.clock())
                 if amendment.answer.accepted:
                     terms = AmendedData(deadline_at=request.deadline_at, value=request.value or row.value)

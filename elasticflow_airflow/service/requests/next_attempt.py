@@ -11,6 +11,14 @@ from elasticflow_airflow.service.store.tables import IncarnationRow
 from elasticflow_airflow.times import moment
 
 
+def has_ended_badly(row: IncarnationRow) -> bool:
+    """Whether a job has not succeeded, and trains no more: its workers may still be leaving."""
+    if row.terminal:
+        return row.state != State.SUCCEEDED
+    ending = readable(row.ending) if row.ending else None
+    return ending is not None and ending.state is not State.SUCCEEDED
+
+
 def answer_for_next_attempt(row: IncarnationRow, request: AmendRequest, now: float) -> AmendmentAnswer:
     """Answer an amendment of a job that has ended; whether its deadline can be promised is decided with the attempt."""
 
@@ -19,7 +27,7 @@ def answer_for_next_attempt(row: IncarnationRow, request: AmendRequest, now: flo
 
     asked, wanted_at = readable(row.submission), request.deadline_at
     asked_at = None if asked is None else asked.deadline_at
-    if not row.terminal or row.state == State.SUCCEEDED:
+    if not has_ended_badly(row):
         return refused(Reason("the job is {state} meanwhile: look at it first", state=row.state))
     if request.best_effort:
         asks = Reason("is best effort")

@@ -545,6 +545,17 @@ def test_the_next_attempt_is_best_effort_if_that_was_set(world):
     assert world.ended(job).state == "succeeded"
 
 
+def test_who_is_told_of_the_end_sets_the_next_attempt_also_while_workers_leave(world):
+    job = world.submit(within=900, steps=2000, scaling_curve=CURVE)
+    world.reach(job, "running")
+    world.job_service.cancel(job.job.job_id, job.claim, "not any more")
+    world.until(lambda: world.row(job).ending, "the end is decided", every=0.05)
+    assert not world.row(job).terminal
+    answer = world.amend(job.job.job_id, AmendRequest(claim=job.claim, best_effort=True))
+    assert (answer.accepted, answer.reason.partition(";")[0]) == (True, "the next attempt is best effort")
+    assert world.ended(job).state == "cancelled"
+
+
 @pytest.fixture
 def rejected(world):
     """A job that was rejected, and how to set what its next attempt asks for."""

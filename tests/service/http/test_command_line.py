@@ -181,7 +181,8 @@ def test_whoever_interrupts_the_wait_is_told_that_the_job_goes_on(submit, comman
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(submitting.time, "sleep", interrupt)
+    # The command's own sleep alone: the client sleeps, too, before it asks a busy service again.
+    monkeypatch.setattr(submitting, "time", SimpleNamespace(time=time.time, sleep=interrupt))
     done = submit("--steps", 10_000, "--name", "interrupted")
     monkeypatch.undo()
     assert done.exit_code == 130, done.output
@@ -204,7 +205,7 @@ def test_who_chose_to_wait_for_capacity_is_not_kept(world, monkeypatch, on_rejec
         update={"state": State.WAITING}
     )
     answers = [waits, waits.model_copy(update={"verdict": Verdict(decision="admitted")})]
-    monkeypatch.setattr(submitting.time, "sleep", lambda _: None)
+    monkeypatch.setattr(submitting, "time", SimpleNamespace(time=time.time, sleep=lambda _: None))
     service = SimpleNamespace(status=lambda _: answers.pop(0))
     job = submitting._await_verdict(service, waits, submission)
     assert 2 - len(answers) == asked
