@@ -584,7 +584,7 @@ def test_saves_in_the_background_are_promoted_and_told_of(training, capsys):
         while steps_done == 100 and not list_candidates(HERE.absolute()) and time.monotonic() < end_s:
             time.sleep(0.01)  # a disk may stand still for longer than all of these steps take
         if steps_done > 100 and not (HERE.absolute() / "promoted.json").exists():
-            time.sleep(0.1)  # as may the process that writes, before it tells of it
+            time.sleep(0.5)  # as may the process that writes, before it tells of it
 
     run = training(epochs=30, checkpoint_interval_s=1e-9).run(before_step=wait_for_the_first)
     run.session.finish()
