@@ -232,6 +232,11 @@ class Bookings:
         book.times, book.taken = times, taken
         return book
 
+    @property
+    def free_now(self) -> int:
+        """The slots that nobody has booked at this moment."""
+        return self.everything & ~self.taken[0]
+
     def copy(self) -> Bookings:
         """Return an independent copy, for trials."""
         twin = object.__new__(Bookings)

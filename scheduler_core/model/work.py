@@ -80,7 +80,11 @@ class Work:
     def end_s(self, now: float, size: int) -> float:
         """Return when it has its result if it holds ``size`` slots from ``now`` on; infinite without a speed."""
         speed = self.speeds[size]
-        return now + self.delay_s(now, size) + self.left_at(now) / speed + self.tail_s if speed > 0.0 else INFINITY
+        if speed <= 0.0:
+            return INFINITY
+        if size == self.size:
+            return self.since_s + self.remaining / speed + self.tail_s
+        return now + self.cost_of_change(now, size) + self.left_at(now) / speed + self.tail_s
 
     def standstill_s(self, now: float) -> float:
         """Return the seconds without a step if the slots change at ``now``: below the cost if workers must join."""
@@ -119,13 +123,7 @@ class Work:
 
     def soonest_s(self, now: float) -> float:
         """Return the earliest time of the result if the job has the whole cluster from ``now`` on."""
-        soonest = INFINITY
-        for size in self.sizes:
-            if size == self.size:
-                soonest = min(soonest, self.since_s + self.remaining / self.speeds[size])
-            elif self.speeds[size] > 0.0:
-                soonest = min(soonest, now + self.cost_of_change(now, size) + self.left_at(now) / self.speeds[size])
-        return soonest + self.tail_s
+        return min((self.end_s(now, size) for size in self.sizes), default=INFINITY)
 
     def least_time_s(self) -> float:
         """Return the seconds from the start to the result on an empty cluster with the fastest size."""

@@ -8,6 +8,7 @@ the same procedure admits at this moment. Slots of nodes that drain count until 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -162,7 +163,7 @@ class AdmissionControl:
             return self.planner.unguarded(draft)
         if self.room is not None and (course := share_now(self.room, newcomer, limit)) is not None:
             return self._with(self.room, course)
-        if self.room is not None and (draft := make_room(self.planner, self.room, newcomer, limit)) is not None:
+        if self.room is not None and (draft := make_room(self.planner, self.room, newcomer)) is not None:
             return draft
         draft = self.lookahead.plan(self.planner, newcomer)
         if draft is not None:
@@ -215,10 +216,10 @@ class AdmissionControl:
             expected = expected.times(planner.config.waiting_caution)
         if not expected.slots.any():
             return True
-        needed = expected.slot_seconds + expected.footprint
-        if self._surely_free_slot_s(limit) >= needed:
+        needed, earlier = expected.slot_seconds + expected.footprint, self._earlier(limit)
+        if self._surely_free_slot_s(earlier, limit) >= needed:
             return True
-        free = self._beside_earlier(limit)
+        free = self._beside(earlier)
         if free.slot_seconds(planner.now, limit) >= needed:
             return True
         left = free.copy()
@@ -229,14 +230,14 @@ class AdmissionControl:
         """Return the other promises that end by a limit."""
         return [one for one in self.planner.promised() if one.limit_s <= limit and one.job_id != self.job.job_id]
 
-    def _surely_free_slot_s(self, limit: float) -> float:
+    def _surely_free_slot_s(self, earlier: Sequence[Work], limit: float) -> float:
         """Return the slot-seconds that are free until a limit beside earlier promises; 0 if only a filling can say.
 
         Where all fit side by side from now on, a filling gives each the smallest size that keeps its limit, at once.
         """
         now, free = self.planner.now, self.planner.filling.free
         room, used = free.least(), 0.0
-        for work in self._earlier(limit):
+        for work in earlier:
             sizes = (
                 (size, end) for size in work.sizes if (end := work.end_s(now, size)) <= work.limit_s + TOLERANCE_S / 2
             )
@@ -248,9 +249,8 @@ class AdmissionControl:
             used += size * (min(end, limit) - now)
         return free.slot_seconds(now, limit) - used if min(room) >= 0 else 0.0
 
-    def _beside_earlier(self, limit: float) -> FreeCapacity:
+    def _beside(self, earlier: Sequence[Work]) -> FreeCapacity:
         """Return what is free beside the promises that end by a limit; the same ones are filled once a verdict."""
-        earlier = self._earlier(limit)
         if len(earlier) not in self._filled:  # Of two limits, the later one's promises include the earlier one's.
             top = self.planner.layout.largest_block
             self._filled[len(earlier)] = self.planner.filling.left(deadline_order(earlier), top)

@@ -174,7 +174,7 @@ def as_soon_as_possible(draft: Draft, work: Work) -> Course | None:
 
 def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
     """Give free slots to the jobs that save the most GPU-seconds per slot, until no growth pays any more."""
-    room = _room(draft)
+    room = draft.book.free_now.bit_count()  # growing takes from it, and gives nothing back
     if not room:
         return
     by_id: dict[str, Work] = {}
@@ -195,13 +195,8 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
         if draft.is_free(course, beside=draft.courses[winner]):  # else another job took these slots meanwhile
             draft.drop(winner)
             draft.put(winner, course)
-            room = _room(draft)
+            room = draft.book.free_now.bit_count()
         consider(by_id[winner])
-
-
-def _room(draft: Draft) -> int:
-    """Return how many slots nobody holds now: growing takes from them, and gives nothing back."""
-    return (draft.book.everything & ~draft.book.taken[0]).bit_count()
 
 
 def _option(draft: Draft, work: Work, config: SchedulerConfig, room: int) -> tuple[float, Course] | None:
@@ -213,7 +208,7 @@ def _option(draft: Draft, work: Work, config: SchedulerConfig, room: int) -> tup
     if not candidates:
         return None
     now, layout, book = draft.now, draft.layout, draft.book
-    free_now = book.everything & ~book.taken[0] | mask
+    free_now = book.free_now | mask
     if now < work.grows_from_s - TOLERANCE_S:
         if any(target > work.size and layout.find(free_now, target) for target in candidates):
             draft.held_back.add(work.job_id)
@@ -268,7 +263,7 @@ def _at_size(draft: Draft, work: Work, size: int, mask: int, present: Course) ->
     block = (mask and layout.enclosing(free, mask, size)) or layout.find(free, size)
     if block:
         return course_of(work, [Holding(now, end, block)], now)
-    free = book.everything & ~book.taken[0] | mask
+    free = book.free_now | mask
     if work.size == size and work.mask & ~free == 0:
         block = work.mask
     else:

@@ -35,7 +35,7 @@ class _Concession(NamedTuple):
         return self.work.size - self.size
 
 
-def make_room(planner: Planner, draft: Draft, newcomer: Work, limit_s: float) -> Draft | None:
+def make_room(planner: Planner, draft: Draft, newcomer: Work) -> Draft | None:
     """Return the draft with the newcomer on slots that another job gives up now; None if no single job makes room.
 
     Both keep their limits, with the pause of the change paid. The newcomer gets as many slots as save it more time than
@@ -43,7 +43,7 @@ def make_room(planner: Planner, draft: Draft, newcomer: Work, limit_s: float) ->
     """
     if newcomer.size or len(planner.jobs) <= planner.config.afresh_up_to:
         return None  # Whether a job that holds slots already has to move, and what that costs, a fresh plan decides.
-    starts = list(_starts(newcomer, planner.now, limit_s))
+    starts = list(_starts(newcomer, planner.now))
     if not starts:
         return None
     concessions = [found for work in planner.promised() if (found := _concession(draft, work)) is not None]
@@ -58,12 +58,12 @@ def make_room(planner: Planner, draft: Draft, newcomer: Work, limit_s: float) ->
     return None
 
 
-def _starts(work: Work, now: float, limit_s: float) -> Iterator[tuple[int, float, float]]:
+def _starts(work: Work, now: float) -> Iterator[tuple[int, float, float]]:
     """Yield the sizes at which a newcomer keeps its limit, its end, and the slot-seconds that each more slot saves."""
     before: tuple[int, float] | None = None
     for size in work.sizes:
         end_s = work.end_s(now, size)
-        if end_s <= limit_s:
+        if end_s <= work.limit_s:
             rate_s = INFINITY if before is None else (before[0] * before[1] - size * (end_s - now)) / (size - before[0])
             yield size, end_s, rate_s
             before = size, end_s - now

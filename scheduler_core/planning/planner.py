@@ -321,7 +321,7 @@ class Planner:
             return as_soon_as_possible(draft, work)
         size = work.sizes[0]
         if work.size > size and work.size in work.sizes:
-            free = draft.book.everything & ~draft.book.taken[0]
+            free = draft.book.free_now
             part = self.layout.find(work.mask & free, size)
             if part and not self._hungry(job):
                 kept = while_free(draft, work, work.size)
@@ -395,8 +395,7 @@ class Planner:
 
     def luxury(self, draft: Draft) -> bool:
         """Return whether planning afresh could free slots: a job holds more than its share, or slots are idle."""
-        idle = self.layout.usable_at(self.now) & ~draft.book.taken[0]
-        if idle:
+        if draft.book.free_now:
             return True
         aged = self._somebody_aged()
         for job in self.jobs:
