@@ -55,9 +55,12 @@ def _open_fake(settings: ServiceSettings) -> Engine:
 
 def _open_local(settings: ServiceSettings) -> Engine:
     from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
+    from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
 
     layout = detect_nodes(slots=settings.slots, virtual_nodes=settings.virtual_nodes)
-    return LocalEngine(settings.state_dir, layout, settings.slot_lock_dir, warm_imports=settings.warm_modules())
+    modules = settings.warm_modules()
+    pool = None if modules is None else WarmPool(modules, settings.state_dir.resolve() / "pool")
+    return LocalEngine(settings.state_dir, layout, settings.slot_lock_dir, pool=pool)
 
 
 def _open_cluster(settings: ServiceSettings, leadership: Leadership | None) -> Engine:

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from support.leaders import Leader, Lease
 from support.machines import Machines, need_namespaces
 from support.node_agents import TOKEN, start_agent
+from support.shared_pool import SharedPool, shared_pool
 
 from elasticflow_airflow.engines.cluster.agent_card import AgentCard
 from elasticflow_airflow.engines.cluster.cluster_engine import open_cluster_engine
@@ -34,8 +35,8 @@ from elasticflow_airflow.scheduler_core.model.values import Slot
 
 ELSEWHERE = "127.0.0.2"
 """The address of the second of the two nodes; that of the first is 127.0.0.1."""
-AGENT = "engines.ray.agent_process"
-"""In the command line of an agent on a Ray cluster."""
+AGENTS = ("cli.main import main", "support.shared_pool", "engines.ray.agent_process")
+"""In the command lines of agents: one started by users, one of a test with a pool, one on a Ray cluster."""
 TRAIN = """
 import importlib.metadata, os, sys, time
 from pathlib import Path
@@ -91,7 +92,7 @@ def wait_until(condition: Callable[[], Any], what: str, limit_s: float = 60.0) -
 
 
 def processes_of(state_dir: Path) -> list[str]:
-    """Command lines of all processes that belong to a state directory, by arguments or environment."""
+    """Command lines of all processes that belong to a state directory: by arguments, environment, or where they are."""
     needle = str(state_dir).encode()
     found = []
     for name in os.listdir("/proc"):
@@ -100,9 +101,10 @@ def processes_of(state_dir: Path) -> list[str]:
         try:
             command = Path(f"/proc/{name}/cmdline").read_bytes()
             environ = Path(f"/proc/{name}/environ").read_bytes()
+            folder = os.fsencode(os.readlink(f"/proc/{name}/cwd"))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue
-        if needle in command or needle in environ:
+        if needle in command or needle in environ or needle in folder:
             found.append(f"{name}: {command.replace(bytes(1), b' ').decode(errors='replace')}")
     return found
 
@@ -243,6 +245,8 @@ class FakeBench(Bench):
 @dataclass(kw_only=True)
 class LocalBench(Bench):
     others: list[TorchrunEngine] = field(default_factory=list)
+    pool: SharedPool | None = None
+    """What workers are forked from; None: they import for themselves, as by default."""
 
     def pass_time(self) -> None:
         time.sleep(0.05)
@@ -250,7 +254,7 @@ class LocalBench(Bench):
     def make(self, state: str = "state", **options: Any) -> TorchrunEngine:
         first, second = detect_nodes(virtual_nodes="2x2", environ={"CUDA_VISIBLE_DEVICES": ""})
         nodes = (first, replace(second, address=ELSEWHERE))
-        return LocalEngine(self.base / state, nodes, self.base / "locks", **options)
+        return LocalEngine(self.base / state, nodes, self.base / "locks", **{"pool": self.pool, **options})
 
     def restart(self) -> None:
         self.engine.close()
@@ -339,7 +343,7 @@ class ClusterBench(LocalBench):
         index = self.nodes.index(node_id)
         addresses = ["127.0.0.1", ELSEWHERE] if self.machines is None else self.machines.addresses
         listen = self.urls.get(node_id, f"http://{addresses[index]}:0").removeprefix("http://")
-        agent, self.urls[node_id] = start_agent(self.base, node_id, listen, 2, self.machines, index)
+        agent, self.urls[node_id] = start_agent(self.base, node_id, listen, 2, self.machines, index, pool=self.pool)
         self.agents[node_id] = agent
 
     def make(self, state: str = "state", **options: Any) -> TorchrunEngine:
@@ -376,7 +380,7 @@ class ClusterBench(LocalBench):
 
     def processes(self) -> list[str]:
         """All processes of the machines but their agents."""
-        return [line for line in super().processes() if "cli.main import main" not in line and AGENT not in line]
+        return [line for line in super().processes() if not any(name in line for name in AGENTS)]
 
     def end(self) -> None:
         try:
@@ -490,17 +494,29 @@ def fake_bench(tmp_path: Path) -> FakeBench:
 
 @pytest.fixture
 def local_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBench]:
+    yield from open_local(tmp_path, monkeypatch, None)
+
+
+@pytest.fixture
+def warm_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBench]:
+    """The local engine, with the pool of all tests."""
+    yield from open_local(tmp_path, monkeypatch, shared_pool())
+
+
+def open_local(base: Path, monkeypatch: pytest.MonkeyPatch, pool: SharedPool | None) -> Iterator[LocalBench]:
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    bench = LocalBench(engine=FakeEngine(jobs_dir=tmp_path), base=tmp_path, nodes=("local0", "local1"))
+    bench = LocalBench(engine=FakeEngine(jobs_dir=base), base=base, nodes=("local0", "local1"), pool=pool)
     bench.engine = bench.make()
     yield bench
     bench.end()
 
 
-def open_cluster(base: Path, machines: Machines | None, suspicion_s: float) -> Iterator[ClusterBench]:
+def open_cluster(
+    base: Path, machines: Machines | None, suspicion_s: float, pool: SharedPool | None
+) -> Iterator[ClusterBench]:
     nodes = ("local0", "local1")
     fake = FakeEngine(jobs_dir=base)
-    bench = ClusterBench(engine=fake, base=base, nodes=nodes, machines=machines, suspicion_s=suspicion_s)
+    bench = ClusterBench(engine=fake, base=base, nodes=nodes, machines=machines, suspicion_s=suspicion_s, pool=pool)
     try:
         for node_id in bench.nodes:
             bench.start_agent(node_id)
@@ -514,18 +530,20 @@ def open_cluster(base: Path, machines: Machines | None, suspicion_s: float) -> I
 
 @pytest.fixture
 def cluster_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterBench]:
-    """Two agents on this machine."""
+    """Two agents on this machine, with the pool of all tests."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     # Longer than the default: a busy machine that runs these tests is no silent node.
-    yield from open_cluster(tmp_path, None, 20.0)
+    yield from open_cluster(tmp_path, None, 20.0, shared_pool())
 
 
 @pytest.fixture
 def takeover_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TakeoverBench]:
-    """Two agents on this machine, and services that take over from each other."""
+    """Two agents on this machine, with the pool of all tests, and services that take over from each other."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     fake, nodes = FakeEngine(jobs_dir=tmp_path), ("local0", "local1")
-    bench = TakeoverBench(engine=fake, base=tmp_path, nodes=nodes, suspicion_s=20.0, lease=Lease(tmp_path))
+    bench = TakeoverBench(
+        engine=fake, base=tmp_path, nodes=nodes, suspicion_s=20.0, lease=Lease(tmp_path), pool=shared_pool()
+    )
     try:
         for node_id in nodes:
             bench.start_agent(node_id)
@@ -542,7 +560,7 @@ def machines_bench(tmp_path: Path, code_dir: Path, monkeypatch: pytest.MonkeyPat
     """Two machines in namespaces."""
     need_namespaces()
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    yield from open_cluster(tmp_path, Machines(2), 5.0)
+    yield from open_cluster(tmp_path, Machines(2), 5.0, None)
 
 
 @pytest.fixture(scope="session")
@@ -581,6 +599,7 @@ def ray_bench(tmp_path: Path, code_dir: Path, ray_address: str, monkeypatch: pyt
 )
 def bench(request: pytest.FixtureRequest) -> Bench:
     """The same contract for every engine."""
-    found = request.getfixturevalue(f"{request.param}_bench")
+    kind = "warm" if request.param == "local" else request.param
+    found = request.getfixturevalue(f"{kind}_bench")
     assert isinstance(found, Bench)
     return found

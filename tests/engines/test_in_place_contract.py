@@ -43,7 +43,7 @@ PLACES = {"A": (0, 0), "B": (0, 1), "C": (1, 0), "D": (1, 1)}
 def plan(bench: Bench, code_dir: Path) -> Make:
     """Make a generation on some of the slots A and B (of the first node), C and D. The first one comes by a restart."""
     install(SCRIPT, code_dir)
-    env = {BEHAVIOUR_ENV: json.dumps({"in_place": True}), "TEST_STEP_S": "0.02"}
+    env = {BEHAVIOUR_ENV: json.dumps({"in_place": True}), "TEST_STEP_S": "0.1"}
     session = {"epochs": 10_000, "samples": 90, "steps": None, "global_batch_size": 16, "logical_workers": 4, "seed": 7}
 
     def make(generation: int, places: str, **changes: Any) -> GangSpec:
@@ -236,7 +236,7 @@ def test_who_was_to_join_and_never_came_keeps_nothing_open(
     """A leader died when it had written down whom it starts, and had started nobody; its successor plans anew."""
     monkeypatch.setattr(observing, "START_LIMIT_S", 2.0)
     begun = plan(1, "A")
-    begun = begun if goes_on else replace(begun, session=replace(begun.session, epochs=80))
+    begun = begun if goes_on else replace(begun, session=replace(begun.session, epochs=20))
     bench.engine.apply(begun)
     bench.wait_state(1, GangState.RUNNING)
     with monkeypatch.context() as dies:
@@ -261,8 +261,8 @@ def test_nothing_is_there_that_could_go_on(bench: Bench, plan: Make) -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_change_names_members_and_lost(local_bench: Bench, code_dir: Path) -> None:
-    bench = local_bench
+def test_the_plan_of_a_change_names_members_and_lost(warm_bench: Bench, code_dir: Path) -> None:
+    bench = warm_bench
     install(SCRIPT, code_dir)
     session = {"epochs": 10_000, "steps": None, "global_batch_size": 16, "logical_workers": 4}
     bench.engine.apply(bench.spec(1, workers=2, session=session))

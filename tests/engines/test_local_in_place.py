@@ -25,22 +25,24 @@ A, B, C, D = Slot("local0", 0), Slot("local0", 1), Slot("local1", 0), Slot("loca
 
 
 @pytest.fixture
-def job(local_bench: LocalBench):
+def job(warm_bench: LocalBench):
     """Make the specification of a generation on some slots."""
-    install(SCRIPT, local_bench.base / "code")
+    install(SCRIPT, warm_bench.base / "code")
 
     def make(generation: int, *slots: Slot, epochs: int = 10_000, **changes) -> GangSpec:
-        return local_bench.spec(
+        return warm_bench.spec(
             generation,
             placement=slots,
             session={"epochs": epochs, "steps": None, "global_batch_size": 16, "logical_workers": 4, "seed": 7},
             mode=RescaleMode.RESTART if generation == 1 else RescaleMode.IN_PLACE,
-            **{"env": {"TEST_STEP_S": "0.02"}, **changes},
+            **{"env": {"TEST_STEP_S": "0.1"}, **changes},
         )
 
     return make
 
 
+SLOWLY = {"env": {"TEST_STEP_S": "2"}}
+"""A joiner waits for the end of a step for so long that it can be met on its way."""
 LONG = {"epochs": 60, "env": {"TEST_STEP_S": "0.3"}}
 """It trains for as long as a machine needs to start a joiner, until the test is in a hurry."""
 
@@ -59,8 +61,8 @@ def switched(bench: LocalBench, spec: GangSpec) -> None:
 
 
 @pytest.mark.slow
-def test_grow_move_shrink_and_finish(local_bench, job):
-    bench = local_bench
+def test_grow_move_shrink_and_finish(warm_bench, job):
+    bench = warm_bench
     bench.engine.apply(job(1, A, **LONG))
     bench.wait_state(1, GangState.RUNNING)
     bench.engine.apply(job(2, A, C, **LONG))
@@ -89,8 +91,8 @@ def test_grow_move_shrink_and_finish(local_bench, job):
 
 
 @pytest.mark.slow
-def test_a_worker_dies_and_its_slot_is_free_for_another(local_bench, job):
-    bench = local_bench
+def test_a_worker_dies_and_its_slot_is_free_for_another(warm_bench, job):
+    bench = warm_bench
     bench.engine.apply(job(1, A, B))
     bench.wait_state(1, GangState.RUNNING)
     bench.kill_worker(1)
@@ -111,8 +113,8 @@ def test_a_worker_dies_and_its_slot_is_free_for_another(local_bench, job):
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_given_up(local_bench, job):
-    bench = local_bench
+def test_a_worker_that_hangs_is_given_up(warm_bench, job):
+    bench = warm_bench
     bench.engine.apply(job(1, A, C))
     bench.wait_state(1, GangState.RUNNING)
     bench.worker_process(0).kill(signal.SIGSTOP)
@@ -124,8 +126,8 @@ def test_a_worker_that_hangs_is_given_up(local_bench, job):
 
 
 @pytest.mark.slow
-def test_a_supervisor_dies_and_the_workers_of_the_other_node_go_on(local_bench, job):
-    bench = local_bench
+def test_a_supervisor_dies_and_the_workers_of_the_other_node_go_on(warm_bench, job):
+    bench = warm_bench
     bench.engine.apply(job(1, A, C))
     bench.wait_state(1, GangState.RUNNING)
     bench.lose()
@@ -138,11 +140,11 @@ def test_a_supervisor_dies_and_the_workers_of_the_other_node_go_on(local_bench, 
 
 
 @pytest.mark.slow
-def test_a_joiner_that_dies_is_replaced_while_the_others_train(local_bench, job):
-    bench = local_bench
-    bench.engine.apply(job(1, A))
+def test_a_joiner_that_dies_is_replaced_while_the_others_train(warm_bench, job):
+    bench = warm_bench
+    bench.engine.apply(job(1, A, **SLOWLY))
     bench.wait_state(1, GangState.RUNNING)
-    bench.engine.apply(job(2, A, B))
+    bench.engine.apply(job(2, A, B, **SLOWLY))
     bench.wait(lambda gangs: gangs[2].workers[1].pid is not None, "the joiner's process")
     status = bench.folder(2).read_status()
     status.workers["g000002-r001"].trainer.kill()
@@ -164,8 +166,8 @@ def test_a_joiner_that_dies_is_replaced_while_the_others_train(local_bench, job)
 
 
 @pytest.mark.slow
-def test_a_script_that_fails_in_one_worker_fails_in_all(local_bench, job):
-    bench = local_bench
+def test_a_script_that_fails_in_one_worker_fails_in_all(warm_bench, job):
+    bench = warm_bench
     script = install(SCRIPT, bench.base / "code")
     text = script.read_text()
     done = "            schedule.step()\n"
@@ -181,15 +183,15 @@ def test_a_script_that_fails_in_one_worker_fails_in_all(local_bench, job):
     assert bench.left_behind() == []
 
 
-def test_nothing_to_go_on_from(local_bench, job):
+def test_nothing_to_go_on_from(warm_bench, job):
     with pytest.raises(EngineError, match="no gang of this incarnation runs that could be changed in place"):
-        local_bench.engine.apply(job(2, A))
-    assert local_bench.engine.observe() == ()
+        warm_bench.engine.apply(job(2, A))
+    assert warm_bench.engine.observe() == ()
 
 
 @pytest.mark.slow
-def test_the_supervisor_of_a_joiner_dies_and_nobody_else(local_bench, job):
-    bench = local_bench
+def test_the_supervisor_of_a_joiner_dies_and_nobody_else(warm_bench, job):
+    bench = warm_bench
     bench.engine.apply(job(1, A))
     bench.wait_state(1, GangState.RUNNING)
     bench.engine.apply(job(2, A, C))
@@ -207,8 +209,8 @@ def test_the_supervisor_of_a_joiner_dies_and_nobody_else(local_bench, job):
 
 
 @pytest.mark.slow
-def test_a_slot_that_is_held_leaves_the_gang_as_it_is(local_bench, job, monkeypatch):
-    bench = local_bench
+def test_a_slot_that_is_held_leaves_the_gang_as_it_is(warm_bench, job, monkeypatch):
+    bench = warm_bench
     monkeypatch.setattr(engine, "WARM_LIMIT_S", 0.0)
     bench.engine.apply(job(1, A))
     bench.wait_state(1, GangState.RUNNING)
@@ -226,11 +228,11 @@ def test_a_slot_that_is_held_leaves_the_gang_as_it_is(local_bench, job, monkeypa
 
 
 @pytest.mark.slow
-def test_who_turned_round_is_not_asked_again(local_bench, job):
-    bench = local_bench
-    bench.engine.apply(job(1, A))
+def test_who_turned_round_is_not_asked_again(warm_bench, job):
+    bench = warm_bench
+    bench.engine.apply(job(1, A, **SLOWLY))
     bench.wait_state(1, GangState.RUNNING)
-    bench.engine.apply(job(2, A, B))
+    bench.engine.apply(job(2, A, B, **SLOWLY))
     bench.wait(lambda gangs: gangs[2].workers[1].pid is not None, "the joiner's process")
     bench.engine.apply(job(3, A))
     again = job(4, A, B)

@@ -34,9 +34,14 @@ def pooled(local_bench: LocalBench, code_dir: Path) -> LocalBench:
     text = (code_dir / "train.py").read_text()
     (code_dir / "train.py").write_text(FORKS_A_STRANGER + text)
     local_bench.engine.close()
-    local_bench.engine = local_bench.make(warm_imports=("wave", "no_such_module"))
+    local_bench.engine = local_bench.make(pool=pool_of(local_bench, "wave", "no_such_module"))
     wait_for_pool(local_bench)
     return local_bench
+
+
+def pool_of(bench: LocalBench, *modules: str) -> WarmPool:
+    """Return a pool of the bench's own."""
+    return WarmPool(modules, bench.base / "state" / "pool")
 
 
 def pool_log(bench: LocalBench) -> str:
@@ -115,7 +120,7 @@ def test_a_supervisor_that_is_killed_takes_its_workers_along(pooled: LocalBench)
 def test_a_pool_that_does_not_serve_delays_a_job_at_most(local_bench: LocalBench, what: str) -> None:
     bench = local_bench
     bench.engine.close()
-    bench.engine = bench.make(warm_imports=())
+    bench.engine = bench.make(pool=pool_of(bench))
     if what == "killed while it imports":
         bench.engine.apply(bench.spec(1))
     else:
@@ -168,7 +173,7 @@ def test_installed_packages_make_the_pool_anew(local_bench: LocalBench) -> None:
     packages = bench.base / "site-packages"
     packages.mkdir()
     bench.engine.close()
-    bench.engine = bench.make(warm_imports=())
+    bench.engine = bench.make(pool=pool_of(bench))
     for generation in (1, 2):
         bench.engine.apply(bench.spec(generation, job_id=f"job{generation}", env={"PYTHONPATH": str(packages)}))
         bench.wait_state(1 if generation == 1 else 2, GangState.RUNNING, f"job{generation}")

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ HEARTBEAT_TIMEOUT_S = 45.0
 """After how long without a heartbeat a task's worker counts as dead; longer on a machine that is slow."""
 UNSAID = "unsaid"
 """A connection to the usual service for a namespace of its own, of which Airflow's owner watch does not know."""
-_LOOK_EVERY_S = 0.7
+_LOOK_EVERY_S = 1.0
+_WHOLE_EVERY = 8
+_UNSEEN = timedelta(seconds=20)
+"""How long a change that was made before a look may stay unseen by it: until it is committed."""
 _UNHURRIED = httpx.Limits(keepalive_expiry=2.0)
 """The server closes an idle connection after five seconds: a request that is sent meanwhile would be lost."""
 PATIENCE_S = 600.0
@@ -164,16 +168,22 @@ class Stack:
 
         Airflow's scheduler ends when a run is deleted that it is looking at, its triggerer when SQLite is locked.
         """
+        looks, last = 0, datetime.now(UTC)
         while not self.closing:
-            began = time.monotonic()
+            began, now = time.monotonic(), datetime.now(UTC)
             for component, process in list(self.processes.items()):
                 if process.poll() is not None and self.processes.get(component) is process and not self.closing:
                     self.start(component)
             try:
-                found = self.ask("GET", "/api/v2/dags/~/dagRuns/~/taskInstances", params={"limit": 1000}).json()
-                self.tasks = {(t["dag_id"], t["dag_run_id"], t["task_id"]): t for t in found["task_instances"]}
+                # What has changed; and sometimes all, as what was deleted has not changed.
+                known = self.tasks if looks % _WHOLE_EVERY else {}
+                since = {"updated_at_gte": (last - _UNSEEN).isoformat()} if known else {}
+                asked = {"limit": 1000, **since}
+                found = self.ask("GET", "/api/v2/dags/~/dagRuns/~/taskInstances", params=asked).json()
+                changed = {(t["dag_id"], t["dag_run_id"], t["task_id"]): t for t in found["task_instances"]}
+                self.tasks, last, looks = {**known, **changed}, now, looks + 1
             except (httpx.HTTPError, ValueError, KeyError):
-                pass  # a component that is being restarted by a test; who waits for it has a limit
+                looks = 0  # a component that is being restarted by a test; who waits for it has a limit
             for service in self.services.values():
                 try:
                     service.look()
@@ -485,6 +495,7 @@ def open_stack(
         "AIRFLOW_HOME": str(home),
         "AIRFLOW__API__BASE_URL": url,
         "AIRFLOW__API__PORT": str(port),
+        "AIRFLOW__API__MAXIMUM_PAGE_LIMIT": "1000",  # A look at all is a look at all.
         "AIRFLOW__API__WORKERS": "1",
         "AIRFLOW__API_AUTH__JWT_SECRET": "a secret of this test that is long enough for the hash it feeds",
         "AIRFLOW__API__SECRET_KEY": "another secret of this test, long enough",

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from elasticflow_airflow.engines.local import detect_nodes
+from elasticflow_airflow.engines.local.node_facts import threads_env
 from support.machines import Machines
+from support.shared_pool import LENT_ENV, LENT_FOR_ENV, SharedPool
 
 TOKEN = "a-token-of-the-tests"
 
@@ -48,11 +51,22 @@ def start_agent(
     *,
     shared: Path | str | None = None,
     python: Path | None = None,
+    pool: SharedPool | None = None,
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start an agent, on this machine or on one of ``machines``; return its process and its address."""
+    """Start an agent, on this machine or on one of ``machines``; return its process and its address.
+
+    ``pool``: what its workers are forked from. On this machine only, as a fork stays in the namespace of its parent.
+    """
     command, env = agent_command(base, node_id, listen, slots, shared, python)
-    if machines is None:
+    if machines is None and pool is None:
         agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    elif machines is None:
+        (here,) = detect_nodes(slots=slots, environ={"CUDA_VISIBLE_DEVICES": ""})
+        control, key = pool.lend(threads_env(here.slots[0]))
+        lent = control.fileno()
+        command = [sys.executable, "-m", "support.shared_pool", *command[3:], "--warm-imports", "torch"]
+        env |= {LENT_ENV: str(lent), LENT_FOR_ENV: key, "PYTHONPATH": str(Path(__file__).parents[1])}
+        agent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, pass_fds=(lent,))
     else:
         agent = machines.run(index, command, env)
     assert agent.stdout is not None

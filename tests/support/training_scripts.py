@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 SAMPLES, BATCH = 640, 32
 STEPS_PER_EPOCH = SAMPLES // BATCH
+HURRY_ENV = "TEST_HURRY"
+"""The folder in which a file with the name of a job says that there is nothing to wait for any more."""
 COUNTING = f"""
+import os
 import sys
 import time
 import torch
@@ -20,6 +25,10 @@ class Counter(torch.nn.Module):
     def forward(self, ids):
         return -self.uses[ids].mean()
 
+def rest(seconds):
+    if not os.path.exists(os.path.join(os.environ.get("{HURRY_ENV}", "/"), session.config.job_id)):
+        time.sleep(seconds)
+
 session = runtime.init(epochs=int(sys.argv[1]))
 loader = session.dataloader(range(SAMPLES), global_batch_size=BATCH, shuffle=True)
 model = Counter()
@@ -32,7 +41,7 @@ for epoch in session.epochs():
                 step.backward(model(ids))
             optimizer.step()
             optimizer.zero_grad()
-        time.sleep(0.1)
+        rest(0.1)
         session.log(loss=step.loss)
 uses = model.uses.detach() * BATCH
 session.finish(metrics={{"least": float(uses.min()), "most": float(uses.max())}})
@@ -62,6 +71,12 @@ for epoch in session.epochs():
             optimizer.zero_grad()
 session.finish()
 """
+
+
+def hurry(folder: Path, job_id: str) -> None:
+    """Have a job, whose ``HURRY_ENV`` is the folder, rest no more."""
+    folder.mkdir(exist_ok=True)
+    (folder / job_id).touch()
 
 
 def thinking(head: str) -> str:

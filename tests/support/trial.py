@@ -16,11 +16,12 @@ from elasticflow_airflow.api import Command, Event, JobIdentity, JobSubmission, 
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_script
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, WorkerStatus
 from elasticflow_airflow.runtime.protocol import Membership
-from support.training_scripts import BATCH, COUNTING, SAMPLES, STEPS_PER_EPOCH
+from support.training_scripts import BATCH, COUNTING, HURRY_ENV, SAMPLES, STEPS_PER_EPOCH, hurry
 
-SCALING = COUNTING.replace("        time.sleep(0.1)\n", "").replace(
-    "step.backward(model(ids))", "step.backward(model(ids)); time.sleep(0.2 * len(ids) / BATCH)"
+SCALING = COUNTING.replace("        rest(0.1)\n", "").replace(
+    "step.backward(model(ids))", "step.backward(model(ids)); rest(0.2 * len(ids) / BATCH)"
 )
+assert SCALING.count("rest(") == 2
 """Two workers are as much quicker than one as the tests' curves promise: else none would be added a second time."""
 
 
@@ -57,7 +58,12 @@ class Trial:
     def submit(self, task: str, epochs: int, **given: Any) -> str:
         submission = JobSubmission(
             identity=JobIdentity(dag_id="daily", run_id="run1", task_id=task),
-            command=Command(snapshot=self.snapshot.sha256, script="train.py", args=(str(epochs),)),
+            command=Command(
+                snapshot=self.snapshot.sha256,
+                script="train.py",
+                args=(str(epochs),),
+                env={HURRY_ENV: str(self.state_dir.parent / "hurry")},
+            ),
             length=Length(epochs=epochs, samples=SAMPLES),
             global_batch_size=BATCH,
             best_effort="deadline_at" not in given,
@@ -107,8 +113,13 @@ class Trial:
         step = self.client.status(job_id).step
         self.wait(lambda: self.client.status(job_id).step > step + 5, "it makes steps")
 
-    def ends(self, job_id: str, epochs: int) -> None:
-        """It comes to its end without a restart, and has used every sample once an epoch."""
+    def ends(self, job_id: str, epochs: int, *, hurried: bool = True) -> None:
+        """It comes to its end, without a restart, and has used every sample once an epoch.
+
+        ``hurried``: quickly, from now on; not where its speed matters for its deadline.
+        """
+        if hurried:
+            hurry(self.state_dir.parent / "hurry", job_id)
         self.wait(lambda: self.client.renew(job_id, self.claims[job_id]).state.terminal, f"{job_id} ends", 300)
         status = self.client.status(job_id)
         assert status.state == "succeeded", self.story()

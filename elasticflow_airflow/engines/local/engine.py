@@ -579,9 +579,9 @@ class LocalEngine(TorchrunEngine):
     """The engine port on this machine.
 
     ``nodes`` defaults to what :func:`detect_nodes` finds; ``slot_lock_dir`` is shared by all services of this user.
-    ``warm_imports`` None: every job imports for itself. Otherwise a process that has imported torch and these modules
-    waits for jobs of the service's interpreter from now on, and one is kept for every other interpreter after its
-    first use. Raises EngineError when the state directory cannot be used.
+    ``pool`` None: every job imports for itself. Otherwise a process that has done the pool's imports waits for jobs of
+    the service's interpreter from now on, and one is kept for every other interpreter after its first use; the pool
+    ends with the engine. Raises EngineError when the state directory cannot be used.
     """
 
     def __init__(
@@ -593,7 +593,7 @@ class LocalEngine(TorchrunEngine):
         environ: Mapping[str, str] | None = None,
         log_segment_bytes: int = worker_logs.SEGMENT_BYTES,
         log_segments: int = worker_logs.KEEP_SEGMENTS,
-        warm_imports: Sequence[str] | None = None,
+        pool: WarmPool | None = None,
     ) -> None:
         resolved = state_dir.resolve()
         with disk_errors(resolved):
@@ -602,7 +602,7 @@ class LocalEngine(TorchrunEngine):
                 detect_nodes() if nodes is None else nodes,
                 slot_lock_dir or slots.default_lock_dir(),
                 os.environ if environ is None else environ,
-                None if warm_imports is None else WarmPool(warm_imports, resolved / "pool"),
+                pool,
             )
         super().__init__(
             "local",

@@ -32,7 +32,7 @@ def job(bench: ClusterBench, generation: int, *slots: Slot, epochs: int = 10_000
         placement=slots,
         session={"epochs": epochs, "steps": None, "global_batch_size": 16, "logical_workers": 4, "seed": 7},
         mode=RescaleMode.RESTART if generation == 1 else RescaleMode.IN_PLACE,
-        **{"env": {"TEST_STEP_S": "0.02"}, **changes},
+        **{"env": {"TEST_STEP_S": "0.1"}, **changes},
     )
 
 

@@ -46,14 +46,14 @@ runpy.run_path("small.py", run_name="__main__")
 
 
 @pytest.fixture
-def job(local_bench: LocalBench):
+def job(warm_bench: LocalBench):
     """Make the specification of a generation on some slots; ``env`` of the first says who dies."""
-    code = local_bench.base / "code"
+    code = warm_bench.base / "code"
     install(SCRIPT, code).rename(code / "small.py")
     (code / "train.py").write_text(DIES)
 
     def make(generation: int, *slots: Slot, sender: str = "", receiver: str = "", **changes):
-        return local_bench.spec(
+        return warm_bench.spec(
             generation,
             placement=slots,
             session=SESSION,
@@ -86,8 +86,8 @@ def ends_well(bench: LocalBench, generation: int, worker: str, expected: str) ->
     assert bench.left_behind() == []
 
 
-def test_who_sends_the_state_is_killed_over_it(local_bench, job, expected):
-    bench, victim = local_bench, "g000001-r000"
+def test_who_sends_the_state_is_killed_over_it(warm_bench, job, expected):
+    bench, victim = warm_bench, "g000001-r000"
     bench.engine.apply(job(1, A, B, sender=victim))
     bench.wait_state(1, GangState.RUNNING)
     bench.engine.apply(job(2, A, B, C, D, sender=victim))
@@ -102,9 +102,9 @@ def test_who_sends_the_state_is_killed_over_it(local_bench, job, expected):
 @pytest.mark.parametrize(
     "before", [pytest.param((A,), id="grows"), pytest.param((A, B), id="is exchanged", marks=pytest.mark.soak)]
 )
-def test_who_takes_the_state_over_is_killed_over_it(local_bench, job, expected, before):
+def test_who_takes_the_state_over_is_killed_over_it(warm_bench, job, expected, before):
     """Where it was to take another's place, that other one is there still."""
-    bench, victim = local_bench, "g000002-r001"
+    bench, victim = warm_bench, "g000002-r001"
     bench.engine.apply(job(1, *before))
     bench.wait_state(1, GangState.RUNNING)
     bench.engine.apply(job(2, A, C, receiver=victim))
@@ -115,9 +115,9 @@ def test_who_takes_the_state_over_is_killed_over_it(local_bench, job, expected, 
     ends_well(bench, 3, "g000001-r000", expected)
 
 
-def test_the_stores_are_lost_with_who_hosts_them(local_bench, job, expected):
+def test_the_stores_are_lost_with_who_hosts_them(warm_bench, job, expected):
     """That of the rendezvous in the first agent, that of the group in its trainer, that of the next one in a joiner."""
-    bench = local_bench
+    bench = warm_bench
     bench.engine.apply(job(1, A, B))
     bench.wait_state(1, GangState.RUNNING)
     bench.worker_process(0, "agent").kill()
@@ -140,8 +140,8 @@ def test_the_stores_are_lost_with_who_hosts_them(local_bench, job, expected):
     ends_well(bench, 3, "g000001-r001", expected)
 
 
-def test_workers_without_a_session_end_with_who_hosts_their_store_and_begin_anew(local_bench):
-    bench = local_bench
+def test_workers_without_a_session_end_with_who_hosts_their_store_and_begin_anew(warm_bench):
+    bench = warm_bench
     bench.engine.apply(bench.spec(placement=(A, C)))
     bench.wait_state(1, GangState.RUNNING)
     bench.worker_process(0, "agent").kill()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).parents[2] / "support" / "train_small.py"
 A, B, C, D = Slot("local0", 0), Slot("local0", 1), Slot("local1", 0), Slot("local1", 1)
+EPOCHS, STEP_S = 50, "0.3"
+"""As long as what happens takes on a slow machine, of 6 steps each, with few steps."""
 WEIGHTS = re.compile(rb"WEIGHTS (\w+) (\d+)")
 
 
@@ -32,7 +34,7 @@ def job(bench: TakeoverBench, generation: int, *slots: Slot, epochs: int = 10_00
     install(SCRIPT, bench.base / "code")
     session = {"epochs": epochs, "steps": None, "global_batch_size": 16, "logical_workers": 4, "seed": 7}
     mode = RescaleMode.RESTART if generation == 1 else RescaleMode.IN_PLACE
-    values: dict[str, Any] = {"env": {"TEST_STEP_S": "0.05"}, "mode": mode, **changes}
+    values: dict[str, Any] = {"env": {"TEST_STEP_S": STEP_S}, "mode": mode, **changes}
     return bench.spec(generation, placement=slots, session=session, **values)
 
 
@@ -83,7 +85,7 @@ def over(bench: TakeoverBench) -> None:
 
 def test_training_notices_nothing_and_the_former_leader_changes_nothing(takeover_bench: TakeoverBench) -> None:
     bench = takeover_bench
-    epochs = 300
+    epochs = EPOCHS
     bench.engine.apply(job(bench, 1, A, C, epochs=epochs))
     pids = [worker.pid for worker in bench.wait_state(1, GangState.RUNNING).workers]
     trains_on(bench, 1)
@@ -179,7 +181,7 @@ def test_a_stop_is_completed_by_the_next_leader(takeover_bench: TakeoverBench) -
 
 def test_a_takeover_while_a_node_is_silent_goes_on_without_it(takeover_bench: TakeoverBench) -> None:
     bench = takeover_bench
-    epochs = 300
+    epochs = EPOCHS
     bench.engine.apply(job(bench, 1, A, C, epochs=epochs))
     bench.wait_state(1, GangState.RUNNING)
     trains_on(bench, 1)

@@ -69,7 +69,7 @@ def test_a_job_over_two_machines_keeps_its_deadline_though_one_loses_its_power(t
     grown = lambda: [event for event in trial.events(job, "rescaled")[changes:] if event.data["workers"] == 2]  # noqa: E731
     trial.wait(grown, "it grows onto the new one")
     assert {node_id for node_id, _ in trial.client.status(job).slots} == {"node0", "node2"}
-    trial.ends(job, 30)
+    trial.ends(job, 30, hurried=False)
     assert time.time() < deadline
 
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.training_scripts import BATCH, COUNTING, SAMPLES, STEPS_PER_EPOCH
+from support.training_scripts import BATCH, COUNTING, HURRY_ENV, SAMPLES, STEPS_PER_EPOCH, hurry
 
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import Endpoint, snapshot_script
@@ -17,17 +17,15 @@ pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflo
 
 EPOCHS = 6
 NOTICE_S = 30.0
-PACED = "import os\n" + COUNTING.replace(
-    "time.sleep(0.1)", "time.sleep(0.4 if not os.path.exists(sys.argv[2]) else 0.0)"
-)
-"""Slow until the test is in a hurry."""
+PACED = COUNTING.replace("rest(0.1)", "rest(0.4)")
+assert PACED != COUNTING
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_step_is_lost_with_a_node_that_gave_notice(daemons, open_client, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    script, hurry = tmp_path / "code" / "train.py", tmp_path / "hurry"
+    script, rests = tmp_path / "code" / "train.py", tmp_path / "hurry"
     script.parent.mkdir()
     script.write_text(PACED)
     snapshot = snapshot_script(script)
@@ -41,7 +39,7 @@ def test_no_step_is_lost_with_a_node_that_gave_notice(daemons, open_client, tmp_
     client.upload_snapshot(snapshot)
     submission = JobSubmission(
         identity=JobIdentity(dag_id="daily", run_id="run1", task_id="train"),
-        command=Command(snapshot=snapshot.sha256, script="train.py", args=(str(EPOCHS), str(hurry))),
+        command=Command(snapshot=snapshot.sha256, script="train.py", args=(str(EPOCHS),), env={HURRY_ENV: str(rests)}),
         length=Length(epochs=EPOCHS, samples=SAMPLES),
         global_batch_size=BATCH,
         best_effort=True,
@@ -82,7 +80,7 @@ def test_no_step_is_lost_with_a_node_that_gave_notice(daemons, open_client, tmp_
                 gone.append(folder)
                 status.supervisor.kill()
         assert gone, [folder.path for folder in supervisors()]
-        hurry.touch()
+        hurry(rests, job_id)
         while not (status := client.renew(job_id, claim)).state.terminal:
             assert time.monotonic() < end_s, story()
             time.sleep(0.05)

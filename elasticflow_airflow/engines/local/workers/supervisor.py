@@ -92,6 +92,10 @@ class Supervisor:
         try:
             outputs = self._warm_up(secret_env)
             if not self._wait_for_go():
+                if self._folder.go.exists():  # For the service it has started: how it ended must be told.
+                    self._look_at_order()
+                    self._watch_lease()
+                    raise ValueError("told to leave before the workers were started")
                 assert self._server is not None
                 self._server.close()  # A server that hangs before it has tied its life to ours would survive.
                 return False
