@@ -8,7 +8,8 @@ from typing import Any
 from elasticflow_airflow.api import JobIdentity, JobStatus, SlotStatus, State, Verdict
 from elasticflow_airflow.api.insight import Admission, ClusterNow, Span
 from elasticflow_airflow.api.owners import UnownedJob
-from support.scripted_cluster import HOUR, ScriptedCluster
+from support.scripted_cluster import ScriptedCluster
+from support.scripted_course import HOUR, steps_per_s
 
 NODES, SLOTS_EACH = 64, 8
 RUNNING, WAITING, ENDED = 128, 172, 200
@@ -41,7 +42,9 @@ class CrowdedCluster(ScriptedCluster):
         nodes = [f"gpu-{1 + (number // 2):02}" for _ in range(4)]
         slots = [(node, 4 * (number % 2) + index) for index, node in enumerate(nodes)] if number < RUNNING else []
         slack_h = -0.4 if number < RUNNING and number % 40 == 3 else 0.2 + (number % 9) / 3
-        job = self._job("vision", len(slots), (number % 10) / 10, 0.5 + (number % 23) / 4, slack_h, slots)
+        left_h, done = 0.5 + (number % 23) / 4, number % 10 * 2400
+        left = round(left_h * HOUR * steps_per_s(len(slots) or 4))
+        job = self._job("vision", slots, (done, done + left), left_h, slack_h)
         job = job.model_copy(
             update={"job_id": who.job_id, "identity": who, "submitted_at": self.now - 0.1 * HOUR * (1 + number % 100)}
         )
@@ -53,8 +56,10 @@ class CrowdedCluster(ScriptedCluster):
             reason = "needs 8 slots for 2 h before its deadline, and 5 are free then"
             verdict = Verdict(decision="rejected", reason=reason, earliest_deadline_at=self.now + HOUR)
             return job.model_copy(update={"state": State.REJECTED, "state_reason": reason, "verdict": verdict})
-        done = self._ended("vision", 0).result
-        return job.model_copy(update={"state": State.SUCCEEDED, "step": 24000, "result": done})
+        result = self._ended("vision", 0).result
+        assert result is not None
+        done = result.model_copy(update={"steps": job.total_steps})
+        return job.model_copy(update={"state": State.SUCCEEDED, "step": job.total_steps, "result": done})
 
     def _unowned(self, _told: Any = None) -> list[UnownedJob]:
         why = "no client has asked for it"

@@ -1,17 +1,16 @@
 """A service's answers about a plausible week on two nodes, for the page's tests: made up, but always the same.
 
-``ScriptedCluster.answer`` takes a request and gives a status and a JSON value; it remembers what was asked of it.
+``ScriptedCluster.answer`` takes a request and gives a status and a JSON value; it remembers what was asked of it. All
+answers tell of one course of events: see ``support.scripted_course``.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import random
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -51,10 +50,10 @@ from elasticflow_airflow.api.insight import (
 )
 from elasticflow_airflow.api.owners import UnownedJob
 from elasticflow_airflow.api.status import Mention
+from support.scripted_course import COURSES, GPU_A, GPU_B, HOUR, Course, PastRun, loss_at, past_runs, steps_per_s
 
-HOUR = 3600.0
-NODES = ("gpu-a", "gpu-b")
-SLOTS = [(node, index) for node in NODES for index in range(4)]
+SLOTS = [*GPU_A, *GPU_B]
+START_S = 40.0
 TASKS = {"nightly_reviews": "train", "fraud_daily": "finetune", "search_ranker": "train", "vision": "backbone"}
 HIDDEN = JobIdentity(dag_id="payroll", run_id="scheduled__today", task_id="train")
 FOREIGN = JobIdentity(namespace="elsewhere", dag_id="fraud_daily", run_id="scheduled__today", task_id="finetune")
@@ -130,7 +129,7 @@ class ScriptedCluster:
         if what == "events":
             return 200, _plain([e for e in self._events(job) if e.event_id > int(params.get("after", 0))])
         if what == "logs":
-            return 200, _plain(self._log(int(params.get("offset", 0))))
+            return 200, _plain(self._log(job, int(params.get("offset", 0))))
         if what == "stacks":
             stacks = {
                 "w0": 'File "train.py", line 41 in main\n  loss.backward()',
@@ -143,27 +142,32 @@ class ScriptedCluster:
 
     def jobs(self) -> list[JobStatus]:
         made = [
-            self._job("nightly_reviews", 4, 0.62, 1.9, 0.7, [("gpu-a", i) for i in range(4)]),
-            self._job("fraud_daily", 2, 0.31, 2.8, 0.25, [("gpu-b", 0), ("gpu-b", 1)]),
-            self._job("search_ranker", 1, 0.48, 0.6, -0.2, [("gpu-b", 2)], at_risk=True),
+            self._running("nightly_reviews", 0.7),
+            self._running("fraud_daily", 0.25),
+            self._running("search_ranker", -0.2, at_risk=True),
             self._waiting("vision"),
             self._ended("nightly_reviews", 1),
             self._ended("fraud_daily", 1),
-            self._refused("search_ranker", 1),
+            self._refused("search_ranker"),
         ]
-        hidden = made[0].model_copy(
-            update={"job_id": HIDDEN.job_id, "identity": HIDDEN, "slots": [("gpu-b", 3)], "workers": 1}
-        )
+        hidden = self._running(HIDDEN.dag_id, 0.7).model_copy(update={"job_id": HIDDEN.job_id, "identity": HIDDEN})
         foreign = made[1].model_copy(update={"job_id": FOREIGN.job_id, "identity": FOREIGN, "slots": [], "workers": 0})
         return [
             job.model_copy(update={"state": State.CANCELLED, "workers": 0}) if job.job_id in self.cancelled else job
             for job in (*made, hidden, foreign)
         ]
 
+    def _running(self, dag: str, slack_h: float, *, at_risk: bool = False) -> JobStatus:
+        course = COURSES[dag]
+        steps = (int(course.done), course.steps)
+        return self._job(dag, list(course.held), steps, course.until_h, slack_h, at_risk=at_risk)
+
     def _job(
-        self, dag: str, workers: int, part: float, left_h: float, slack_h: float, slots: Any, *, at_risk: bool = False
+        self, dag: str, slots: Any, steps: tuple[int, int], left_h: float, slack_h: float, *, at_risk: bool = False
     ) -> JobStatus:
+        """A job that has made ``steps[0]`` of its ``steps[1]`` steps."""
         who = identity(dag)
+        workers = len(slots)
         finish = self.now + left_h * HOUR
         deadline = self.deadlines.get(who.job_id, finish + slack_h * HOUR)
         return JobStatus(
@@ -172,7 +176,7 @@ class ScriptedCluster:
             incarnation=1,
             generation=3,
             state=State.RUNNING,
-            state_reason=f"holds {workers} slots beside {HIDDEN.job_id}",
+            state_reason=f"holds {counted(workers, 'slot')} beside {HIDDEN.job_id}",
             verdict=Verdict(decision="admitted", reason="fits beside all other promises"),
             claim=2,
             submitted_at=self.now - 1.7 * HOUR,
@@ -182,10 +186,10 @@ class ScriptedCluster:
             workers=workers,
             slots=slots,
             logical_workers=8,
-            step=int(part * 24000),
-            total_steps=24000,
-            loss=0.21 + 0.4 * (1 - part),
-            steps_per_s=round(1.35 * workers**0.9, 2),
+            step=steps[0],
+            total_steps=steps[1],
+            loss=round(loss_at(steps[0] / steps[1]), 4),
+            steps_per_s=round(steps_per_s(workers), 2),
             projected_finish_at=finish,
             slack_s=deadline - finish,
             at_risk=at_risk,
@@ -195,7 +199,8 @@ class ScriptedCluster:
 
     def _waiting(self, dag: str) -> JobStatus:
         who = identity(dag)
-        job = self._job(dag, 0, 0.0, 9.0, 1.2, [])
+        course = COURSES[dag]
+        job = self._job(dag, [], (0, course.steps), course.until_h, 1.2)
         return job.model_copy(
             update={
                 "job_id": who.job_id,
@@ -209,25 +214,30 @@ class ScriptedCluster:
         )
 
     def _ended(self, dag: str, days: int) -> JobStatus:
-        who = identity(dag, f"scheduled__{days}d")
-        at = self.now - days * 24 * HOUR
-        result = JobResult(steps=24000, final_loss=0.22, finished_at=at, met=True, slack_s=1500.0, gpu_seconds=24800.0)
+        found = (run for run in past_runs() if run.dag == dag and run.days == days)
+        run = next(found, PastRun(dag=dag, days=days, begins_h=-24.0 * days - 3.0, lasts_h=3.0, slots=GPU_A))
+        who = identity(dag, run.run_id)
+        result = JobResult(
+            steps=run.steps,
+            final_loss=round(loss_at(1.0), 4),
+            finished_at=self.now + run.ends_h * HOUR,
+            met=run.met,
+            slack_s=run.slack_h * HOUR,
+            gpu_seconds=run.slot_h * HOUR,
+        )
         changes = {
             "job_id": who.job_id,
             "identity": who,
             "state": State.SUCCEEDED,
-            "step": 24000,
-            "workers": 0,
-            "slots": [],
-            "submitted_at": at - 2.2 * HOUR,
-            "deadline_at": at + 1500.0,
+            "submitted_at": self.now + run.begins_h * HOUR,
+            "deadline_at": self.now + run.due_h * HOUR,
             "result": result,
-            "state_reason": "all 24000 steps are done",
+            "state_reason": f"all {run.steps} steps are done",
         }
-        return self._job(dag, 0, 1.0, 0.0, 0.4, []).model_copy(update=changes)
+        return self._job(dag, [], (run.steps, run.steps), 0.0, 0.4).model_copy(update=changes)
 
-    def _refused(self, dag: str, days: int) -> JobStatus:
-        who = identity(dag, f"manual__{days}d")
+    def _refused(self, dag: str) -> JobStatus:
+        who = identity(dag, "manual__1d")
         reason = "needs 8 slots for 2 h before its deadline, and 5 are free; 40 min later is feasible"
         changes = {
             "job_id": who.job_id,
@@ -235,10 +245,13 @@ class ScriptedCluster:
             "state": State.REJECTED,
             "step": 0,
             "state_reason": reason,
-            "submitted_at": self.now - days * 21 * HOUR,
+            "submitted_at": self.now - 21 * HOUR,
+            "deadline_at": self.now - 19 * HOUR,
+            "projected_finish_at": None,
+            "slack_s": None,
             "verdict": Verdict(decision="rejected", reason=reason),
         }
-        return self._job(dag, 0, 0.0, 0.0, 0.4, []).model_copy(update=changes)
+        return self._job(dag, [], (0, 20_000), 0.0, 0.0).model_copy(update=changes)
 
     def _unowned(self, _told: Any = None) -> list[UnownedJob]:
         why = "no client has asked for it"
@@ -251,18 +264,23 @@ class ScriptedCluster:
     def cluster(self, _told: Any = None) -> ClusterNow:
         live = self._live()
         holder = {tuple(slot): job.job_id for job in live for slot in job.slots}
+        then = self.clock(COURSES["nightly_reviews"].until_h)
         why = {
             identity("nightly_reviews").job_id: (
                 "Holds 4 slots until it ends, as its deadline leaves no room for fewer."
             ),
             identity("fraud_daily").job_id: (
-                "holds 2 slots until 03:20 UTC, then 4: secretteam_eu.retrain and nightly_reviews.train need them"
+                f"holds 2 slots until {then}, then 4: secretteam_eu.retrain and nightly_reviews.train need them"
             ),
-            identity("search_ranker").job_id: "holds 1 slot until 03:20 UTC, as payroll.train needs the others",
+            identity("search_ranker").job_id: "holds 1 slot until it ends, as payroll.train needs the others",
             identity("vision").job_id: "Waits until nightly_reviews ends, then starts with 4: its deadline is far off.",
         }
         slots = [SlotStatus(node_id=n, index=i, job_id=holder.get((n, i))) for n, i in SLOTS]
         return ClusterNow(at=self.now, slots=slots, jobs=live, why=why, why_names=_named(why))
+
+    def clock(self, hours: float) -> str:
+        """What a clock shows so many hours from now."""
+        return time.strftime("%H:%M UTC", time.gmtime(self.now + hours * HOUR))
 
     def _health(self, _told: Any = None) -> Health:
         return Health(
@@ -270,7 +288,7 @@ class ScriptedCluster:
             version="0.1.0",
             engine="local",
             pid=1,
-            started_at=self.now,
+            started_at=self.now - 9 * 24 * HOUR,
             state_dir="/var/x",
             live_jobs=4,
             problems=self.problems,
@@ -305,42 +323,30 @@ class ScriptedCluster:
         )
 
     def _past(self) -> tuple[list[Span], list[Admission]]:
-        chance = random.Random(7)
         spans: list[Span] = []
         admissions: list[Admission] = []
-        hours = {"nightly_reviews": 3.0, "fraud_daily": 5.5, "search_ranker": 2.0, "payroll": 4.0}
-        for days in range(7, 0, -1):
-            for number, (dag, long) in enumerate(hours.items()):
-                who = identity(dag, f"scheduled__{days}d")
-                at = self.now - days * 24 * HOUR + number * 4.6 * HOUR + chance.uniform(0, 1800)
-                refused = dag == "search_ranker" and days in (2, 5)
-                first = [("gpu-a", 0), ("gpu-a", 1)] if number % 2 == 0 else [("gpu-b", 0), ("gpu-b", 1)]
-                end = at + long * HOUR
-                admissions.append(
-                    Admission(
-                        job_id=who.job_id,
-                        dag_id=dag,
-                        task_id=who.task_id,
-                        run_id=who.run_id,
-                        submitted_at=at,
-                        decided_at=at + 2,
-                        started_at=None if refused else at + chance.choice([8, 12, 30, 400]),
-                        decision="rejected" if refused else chance.choice(["admitted"] * 5 + ["renegotiated"]),
-                        deadline_at=end + 1800,
-                        finished_at=None if refused else end,
-                        met=None if refused else not (days == 4 and dag == "fraud_daily"),
-                        reason="needs 8 slots before its deadline, and 5 are free" if refused else "fits",
-                    )
+        for run in past_runs():
+            who = identity(run.dag, run.run_id)
+            submitted_at = self.now + run.begins_h * HOUR
+            admissions.append(
+                Admission(
+                    job_id=who.job_id,
+                    dag_id=run.dag,
+                    task_id=who.task_id,
+                    run_id=who.run_id,
+                    submitted_at=submitted_at,
+                    decided_at=submitted_at + 2,
+                    started_at=None if run.refused else submitted_at + run.waits_s + START_S,
+                    decision=run.decision,
+                    deadline_at=self.now + run.due_h * HOUR,
+                    finished_at=None if run.refused else self.now + run.ends_h * HOUR,
+                    met=None if run.refused else run.met,
+                    reason="needs 8 slots before its deadline, and 5 are free" if run.refused else "fits",
                 )
-                if refused:
-                    continue
-                middle = at + 0.4 * long * HOUR
-                more = [(first[0][0], i) for i in range(4)]
-                spans += [
-                    _span(who, at, middle, first, "starts with 2 workers", 40),
-                    _span(who, middle, end, more, "grows from 2 to 4 workers: saves 22 min beyond the pause", 12),
-                ]
-        for job in self._live():
+            )
+            if not run.refused:
+                spans += self._spans(who, run.course)
+        for job in (*self._live(), *(job for job in self.jobs() if job.state is State.REJECTED)):
             admissions.append(
                 Admission(
                     job_id=job.job_id,
@@ -349,37 +355,55 @@ class ScriptedCluster:
                     task_id=job.identity.task_id,
                     run_id=job.identity.run_id,
                     submitted_at=job.submitted_at,
-                    decision="admitted",
+                    decision=job.verdict.decision if job.verdict else "admitted",
                     deadline_at=job.deadline_at,
-                    started_at=None if not job.slots else job.submitted_at + 20,
-                    reason="fits beside all other promises",
+                    started_at=self._started_at(job),
+                    reason=job.verdict.reason if job.verdict else "",
                 )
             )
             if job.slots:
                 spans += self._generations(job)
         return spans, admissions
 
+    def _started_at(self, job: JobStatus) -> float | None:
+        """When its first workers trained."""
+        return self._generations(job)[0].running_at if job.slots else None
+
     def _generations(self, job: JobStatus) -> list[Span]:
-        half = max(1, len(job.slots) // 2)
-        began = job.submitted_at + 20
-        if half == len(job.slots):
-            return [_span(job.identity, began, None, job.slots, "starts with 1 worker", 45)]
-        grew = self.now - 0.9 * HOUR
-        return [
-            _span(job.identity, began, grew, job.slots[:half], f"starts with {half} workers", 45),
-            _span(job.identity, grew, None, job.slots, f"grows from {half} to {len(job.slots)} workers", 14),
-        ]
+        return self._spans(job.identity, self._course(job))
+
+    def _course(self, job: JobStatus) -> Course:
+        """That of its DAG; a job that has none holds its slots since it was submitted."""
+        known = COURSES.get(job.identity.dag_id)
+        if known is not None and job.identity.namespace != FOREIGN.namespace:
+            return known
+        since_h = (job.submitted_at - self.now) / HOUR
+        until_h = ((job.projected_finish_at or self.now) - self.now) / HOUR
+        return Course(past=((since_h, tuple(job.slots)),), plan=((until_h, tuple(job.slots)),))
+
+    def _spans(self, who: JobIdentity, course: Course) -> list[Span]:
+        made = []
+        for number, (from_h, until_h, slots) in enumerate(course.generations):
+            before = len(course.generations[number - 1][2])
+            saved = "saves 22 min beyond the pause of 12 s; has the slots that were free"
+            reason = f"grows from {before} to {counted(len(slots), 'worker')}: {saved}"
+            if number == 0:
+                reason = f"starts with {counted(len(slots), 'worker')}"
+            began, end = self.now + from_h * HOUR, None if until_h >= 0.0 else self.now + until_h * HOUR
+            made.append(_span(who, began, end, slots, reason, 12 if number else START_S))
+        return made
 
     def _planned(self) -> list[Span]:
-        made = [
-            _span(job.identity, self.now, job.projected_finish_at, job.slots, "", 0)
-            for job in self._live()
-            if job.slots and job.projected_finish_at
-        ]
-        waiting = identity("vision")
-        if waiting.job_id not in self.cancelled:
-            start = self.now + 1.9 * HOUR
-            made.append(_span(waiting, start, start + 6.5 * HOUR, [("gpu-a", i) for i in range(4)], "", 0))
+        made = []
+        for job in self._live():
+            if not job.slots and job.identity.dag_id != "vision":
+                continue
+            course, from_h = self._course(job), 0.0
+            for until_h, slots in course.plan:
+                if slots:
+                    a, b = self.now + from_h * HOUR, self.now + until_h * HOUR
+                    made.append(_span(job.identity, a, b, slots, "", 0))
+                from_h = until_h
         return [span.model_copy(update={"generation": None}) for span in made]
 
     def forecast(self, _told: Any = None) -> ForecastAnswer:
@@ -416,7 +440,7 @@ class ScriptedCluster:
                     earliest_deadline_at=None if outcome == "kept" else due + 4.6 * HOUR,
                     reason=""
                     if outcome == "kept"
-                    else f"{identity('vision').job_id} holds 4 slots until 03:20, so 4 are left for 4 h",
+                    else f"{identity('search_ranker').job_id} is expected to hold 4 slots then: 4 are left for 4 h",
                 )
             )
         kept = sum(item.outcome == "kept" for item in items)
@@ -477,6 +501,7 @@ class ScriptedCluster:
         now = self.cluster()
         why = now.why.get(job.job_id, job.state_reason)
         began = self._generations(job) if job.slots else []
+        saved = _saved(job)
         return JobStory(
             status=job,
             incarnations=1,
@@ -485,18 +510,20 @@ class ScriptedCluster:
             submission={
                 "script": "train.py",
                 "args": ["--lr", "3e-4"],
-                "steps": 24000,
+                "steps": job.total_steps,
                 "global_batch_size": 256,
                 "labels": {"deadline_arithmetic": _ARITHMETIC, "try_number": "1"},
             },
             generations=began,
             planned=[span for span in self._planned() if span.job_id == job.job_id],
-            samples=self._samples(job, began[0].from_at if began else None),
+            samples=self._samples(job) if job.slots else [],
             samples_per_s=None if job.steps_per_s is None else 256 * job.steps_per_s,
             noise_scale=1840.0,
             curve=[
                 CurvePoint(
-                    workers=n, measured_steps_per_s=1.35 * n**0.9 if n < 8 else None, reckoned_steps_per_s=1.34 * n**0.9
+                    workers=n,
+                    measured_steps_per_s=steps_per_s(n) if n < 8 else None,
+                    reckoned_steps_per_s=0.99 * steps_per_s(n),
                 )
                 for n in (1, 2, 4, 8)
             ],
@@ -522,84 +549,109 @@ class ScriptedCluster:
                     path=f"generation-2/step-{step}",
                     digest="ab" * 32,
                     size_bytes=440_000_000,
-                    at=self.now - (14880 - step) / 3,
-                    promoted=step == 14400,
-                    status="promoted" if step == 14400 else "kept",
+                    at=self.now + self._course(job).hour_of(step) * HOUR,
+                    promoted=step == saved[-1],
+                    status="promoted" if step == saved[-1] else "kept",
                 )
-                for step in (9600, 12000, 14400)
+                for step in saved
             ],
         )
 
-    def _samples(self, job: JobStatus, began: float | None) -> list[Sample]:
-        if began is None:
-            return []
-        chance = random.Random(job.job_id)
-        long = self.now - began
-        grown = (self.now - 0.9 * HOUR - began) / long
-        made = []
-        for at in range(160):
-            part = at / 159
-            workers = job.workers if part >= grown else max(1, job.workers // 2)
-            loss = 0.24 + 0.9 * math.exp(-3.2 * part) + chance.gauss(0, 0.012)
-            speed = 1.35 * workers**0.9 * chance.uniform(0.96, 1.02)
-            made.append(
-                Sample(at=began + part * long, step=int(part * job.step), loss=loss, steps_per_s=speed, workers=workers)
+    def _samples(self, job: JobStatus) -> list[Sample]:
+        return [
+            Sample(
+                at=self.now + one.at_h * HOUR,
+                step=one.step,
+                loss=one.loss,
+                steps_per_s=one.steps_per_s,
+                workers=one.workers,
             )
-        return made
+            for one in self._course(job).measured(160, job.total_steps or 1, job.job_id)
+        ]
 
     def _runs(self, job: JobStatus) -> list[RunOfTask]:
-        made = []
-        for days in range(6):
-            this = days == 0
-            who = job.identity if this else identity(job.identity.dag_id, f"scheduled__{days}d")
-            at = job.submitted_at - days * 24 * HOUR
-            samples = [
-                Sample(at=60.0 * n, step=n * 200, loss=0.24 + 0.9 * math.exp(-n / 30) + 0.008 * days * math.sin(n / 5))
-                for n in range(100 if this else 150 + 4 * days)
-            ]
-            made.append(
-                RunOfTask(
-                    job_id=who.job_id,
-                    run_id=who.run_id,
-                    incarnation=1,
-                    state="running" if this else "succeeded",
-                    submitted_at=at,
-                    started_at=at + 20,
-                    finished_at=None if this else at + (2.2 + 0.1 * days) * HOUR,
-                    deadline_at=at + 3 * HOUR,
-                    met=None if this else days != 4,
-                    steps=job.step if this else 24000,
-                    final_loss=None if this else 0.24 + 0.003 * days,
-                    slot_s=5.5 * HOUR + days * 900,
-                    rescales=1 + days % 3,
-                    samples=samples,
-                )
-            )
-        return made
+        past = [run for run in reversed(past_runs()) if run.dag == job.identity.dag_id]
+        past = past or [replace(run, dag=job.identity.dag_id) for run in past_runs() if run.dag == "nightly_reviews"]
+        if any(run.run_id == job.identity.run_id for run in past):
+            return [self._run(run) for run in past][:6]
+        course = self._course(job) if job.slots else Course()
+        this = RunOfTask(
+            job_id=job.job_id,
+            run_id=job.identity.run_id,
+            incarnation=1,
+            state="running" if job.slots else str(job.state),
+            submitted_at=job.submitted_at,
+            started_at=self._started_at(job),
+            finished_at=None,
+            deadline_at=job.deadline_at,
+            met=None,
+            steps=job.step,
+            final_loss=None,
+            slot_s=course.held_slot_h * HOUR,
+            rescales=max(0, len(course.past) - 1),
+            samples=[
+                sample.model_copy(update={"at": sample.at - job.submitted_at})
+                for sample in (self._samples(job) if job.slots else [])
+            ],
+        )
+        return [this, *(self._run(run) for run in past)][:6]
+
+    def _run(self, run: PastRun) -> RunOfTask:
+        who, submitted_at = identity(run.dag, run.run_id), self.now + run.begins_h * HOUR
+        samples = [
+            Sample(at=(one.at_h - run.begins_h) * HOUR, step=one.step, loss=one.loss)
+            for one in run.course.measured(150, run.steps, who.job_id)
+        ]
+        ran = not run.refused
+        return RunOfTask(
+            job_id=who.job_id,
+            run_id=who.run_id,
+            incarnation=1,
+            state="succeeded" if ran else "rejected",
+            submitted_at=submitted_at,
+            started_at=submitted_at + run.waits_s + START_S if ran else None,
+            finished_at=self.now + run.ends_h * HOUR if ran else None,
+            deadline_at=self.now + run.due_h * HOUR,
+            met=run.met if ran else None,
+            steps=run.steps if ran else 0,
+            final_loss=round(loss_at(1.0) + 0.002 * run.days, 4) if ran else None,
+            slot_s=run.slot_h * HOUR if ran else 0.0,
+            rescales=1 if ran else 0,
+            samples=samples if ran else [],
+        )
 
     def _events(self, job: JobStatus) -> list[Event]:
+        course, saved = self._course(job), _saved(job)
         told = [
-            ("submitted", "by Airflow, attempt 1"),
-            ("admitted", "fits beside all other promises: at most 4 slots are needed"),
-            ("resized", f"starts with 2 workers: {FOREIGN.job_id} holds the others"),
-            ("started", "2 workers train"),
-            ("promoted", "checkpoint of step 9600"),
-            (
-                "resized",
-                "grows from 2 to 4 workers: saves 22 min beyond the pause of 12 s; has the slots that were free",
-            ),
-            ("promoted", "checkpoint of step 14400"),
+            (job.submitted_at, "submitted", "by Airflow, attempt 1"),
+            (job.submitted_at + 2.0, "admitted", "fits beside all other promises: at most 4 slots are needed"),
         ]
+        for span in self._spans(job.identity, course) if job.slots else ():
+            is_first = span.from_at <= job.submitted_at + HOUR / 60
+            reason = f"{span.reason}: {FOREIGN.job_id} holds the others" if is_first else span.reason
+            told.append((span.from_at, "resized", reason))
+            if is_first:
+                told.append((span.running_at or span.from_at, "started", f"{counted(span.workers, 'worker')} train"))
+        told += [(self.now + course.hour_of(step) * HOUR, "promoted", f"checkpoint of step {step}") for step in saved]
         return [
-            Event(
-                event_id=n + 1, job_id=job.job_id, incarnation=1, at=job.submitted_at + n * 700, kind=kind, reason=why
-            )
-            for n, (kind, why) in enumerate(told)
+            Event(event_id=n + 1, job_id=job.job_id, incarnation=1, at=at, kind=kind, reason=why)
+            for n, (at, kind, why) in enumerate(sorted(told))
         ]
 
-    def _log(self, offset: int) -> LogPiece:
-        text = "".join(f"step {n} loss {0.24 + 0.9 * math.exp(-n / 4000):.4f}\n" for n in range(13000, 14900, 50))
+    def _log(self, job: JobStatus, offset: int) -> LogPiece:
+        steps = range(max(0, job.step - 2000), job.step, 50)
+        text = "".join(f"step {n} loss {loss_at(n / (job.total_steps or 1)):.4f}\n" for n in steps)
         return LogPiece(text=text[offset:], start_offset=offset, next_offset=len(text), end_of_file=True)
+
+
+def counted(number: int, what: str) -> str:
+    """``1 slot``, ``2 slots``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _saved(job: JobStatus) -> list[int]:
+    """The steps of the checkpoints that are kept."""
+    return list(range(2400, job.step + 1, 2400))[-3:] if job.slots else []
 
 
 def _by_dag(spans: list[Span], asked: list[Admission], from_at: float, now: float) -> list[DagTotals]:

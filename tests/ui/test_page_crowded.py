@@ -174,7 +174,13 @@ def test_a_part_that_failed_is_asked_for_again_by_a_button(look: Any) -> None:
 def test_jobs_are_sorted_filtered_and_paged(look: Any) -> None:
     page = look("#/jobs")
     rows = shown(page).get_by_role("row")
-    assert rows.count() == 1 + RUNNING + WAITING
+    assert page.get_by_role("button", name="Live").inner_text() == f"Live {RUNNING + WAITING}"
+    more = page.get_by_role("button", name="Show 100 more")
+    for count in (100, 200, RUNNING + WAITING):
+        wait("more of them", lambda count=count: rows.count() == 1 + count)
+        if count < RUNNING + WAITING:
+            more.click()
+    assert more.count() == 0
     page.get_by_role("button", name="Slack").click()
     slacks = page.locator("td[data-label=Slack]").all_inner_texts()
     assert "late" in slacks[0]
@@ -183,15 +189,23 @@ def test_jobs_are_sorted_filtered_and_paged(look: Any) -> None:
     assert "late" not in page.locator("td[data-label=Slack]").all_inner_texts()[0]
     page.get_by_role("button", name="Ended", exact=False).click()
     wait("a page of those that ended", lambda: rows.count() == 101)
-    page.get_by_role("button", name="Show 100 more").click()
+    more.click()
     wait("all that ended", lambda: rows.count() == 1 + ENDED)
-    assert page.get_by_role("button", name="Show 100 more").count() == 0
+    assert more.count() == 0
     page.get_by_label("State", exact=True).select_option("rejected")
     wait("those that were rejected", lambda: rows.count() == 1 + ENDED // 10)
     page.get_by_label("State", exact=True).select_option("")
     page.get_by_label("Filter jobs").fill("part_301")
     wait("one job", lambda: rows.count() == 2)
     assert overflow(page) <= 0
+
+
+def test_a_phone_shows_some_cards_at_a_time(look: Any) -> None:
+    page = look("#/jobs", width=390)
+    rows = shown(page).get_by_role("row")
+    assert rows.count() == 20  # without a heading
+    page.get_by_role("button", name="Show 20 more").click()
+    wait("more of them", lambda: rows.count() == 40)
 
 
 def test_a_row_is_one_line_and_says_all_when_asked(look: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
-from support.scripted_cluster import FOREIGN, HIDDEN, NODES, TASKS, ScriptedCluster, identity
+from support.scripted_cluster import FOREIGN, HIDDEN, TASKS, ScriptedCluster, identity
+from support.scripted_course import NODES
 
 from elasticflow_airflow.api import Event, JobIdentity, LeaderStatus, ReplicaStatus
 
@@ -85,11 +86,11 @@ def test_sentences_call_jobs_by_names_that_the_user_may_know(browse: Any, cluste
     risky = identity("search_ranker").job_id
     assert (
         browse("viewer").get("api/cluster").json()["why"][risky]
-        == "holds 1 slot until 03:20 UTC, as another job needs the others"
+        == "holds 1 slot until it ends, as another job needs the others"
     )
     assert "as payroll.train needs" in browse("admin").get("api/cluster").json()["why"][risky]
     reasons = [event["reason"] for event in browse("viewer").get(f"{JOB}/events").json()]
-    assert "starts with 2 workers: another job holds the others" in reasons
+    assert "starts with 1 worker: another job holds the others" in reasons
 
 
 def test_no_route_names_a_dag_that_may_not_be_read(browse: Any, cluster: ScriptedCluster, manager: Any) -> None:
@@ -113,7 +114,7 @@ def test_no_route_names_a_dag_that_may_not_be_read(browse: Any, cluster: Scripte
         assert answer.status_code == (409 if route == "stale" else 200), route
         assert [name for name in secret if name in answer.text] == [], route
     said = answers[f"{JOB}/story"].json()["why"]
-    assert said == "holds 2 slots until 03:20 UTC, then 4: another job and another job need them"
+    assert said == f"holds 2 slots until {cluster.clock(1.9)}, then 4: another job and another job need them"
     assert answers["cancel"].json()["state_reason"] == "holds 2 slots beside another job"
     assert answers["api/cluster"].json()["service"]["problems"] == [
         "Its log says which: the text may name what you may not see.",
@@ -146,7 +147,7 @@ def test_who_decides_is_told_by_host_and_never_by_address(browse: Any, source: A
 
 def test_the_service_says_which_tasks_a_sentence_names(browse: Any, cluster: ScriptedCluster) -> None:
     """Also those that no list of jobs tells of: runs that are expected, of other Airflows even."""
-    said = "holds 2 slots until 03:20 UTC, then 4: another job and nightly_reviews.train need them"
+    said = f"holds 2 slots until {cluster.clock(1.9)}, then 4: another job and nightly_reviews.train need them"
     browser = browse("viewer")
     assert browser.get("api/jobs").json()["why"][MINE.job_id] == said
     assert browser.get("api/cluster").json()["why"][MINE.job_id] == said
@@ -395,7 +396,7 @@ def test_the_trace_opens_in_trace_viewers(browse: Any, cluster: ScriptedCluster)
     assert all(event["dur"] >= 0 for event in slices)
     assert {"starting", "1 worker", "2 workers"} <= {event["name"] for event in slices}
     rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert rows == {"decisions", f"{NODES[1]} slot 0", f"{NODES[1]} slot 1"}
+    assert rows == {"decisions", *(f"{NODES[1]} slot {index}" for index in range(4))}
 
 
 SHADES = {str(number): {"value": f"oklch(0.5 0.2 {number})"} for number in (50, *range(100, 1000, 100), 950)}

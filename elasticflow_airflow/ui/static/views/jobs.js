@@ -9,6 +9,7 @@ import { empty, firstJob, isLive, jobLink, progress, shortName, slackChip, state
 
 const KINDS = { live: 'Live', ended: 'Ended', all: 'All' };
 const PAGE = 100;
+const CARDS_BELOW_PX = 1080; // As page.css has it: in a narrow view each job is a card.
 const FRESH_AT_MOST = 500; // So many are kept up to date; pages beyond them show what was so when they were loaded.
 const LIVE_AT_MOST = 1000;
 const LATEST_MS = 30000;
@@ -29,11 +30,13 @@ const SORTS = {
 };
 
 export function open({ main, context, refresh }) {
+  const step = () => (main.clientWidth <= CARDS_BELOW_PX ? 20 : PAGE); // So many more are shown at a time.
   const query = new URLSearchParams(location.hash.split('?')[1] ?? '');
   const narrowed = Boolean(context.dag_id);
   const state = { kind: narrowed || query.get('dag') ? 'all' : 'live', text: '', dag: query.get('dag'), state: '', sort: null, down: false };
   let newest = null;
   let wanted = PAGE;
+  let shown = step();
   let older = [];
   let cursor = null;
   let typing = null;
@@ -63,6 +66,11 @@ export function open({ main, context, refresh }) {
   }
 
   async function more() {
+    shown += step();
+    if (!cursor || matching().length >= shown) {
+      render();
+      return;
+    }
     if (state.kind !== 'live' && wanted < FRESH_AT_MOST) {
       wanted += PAGE;
       refresh();
@@ -78,6 +86,7 @@ export function open({ main, context, refresh }) {
       say(`${f.plural(answer.jobs.length, 'more job')}`);
     } catch (problem) {
       error = problem;
+      shown -= step();
     }
     render();
   }
@@ -85,6 +94,7 @@ export function open({ main, context, refresh }) {
   /** The question has changed: what was loaded for the old one is no answer to it. */
   function anew() {
     wanted = PAGE;
+    shown = step();
     older = [];
     cursor = null;
     error = null;
@@ -171,10 +181,10 @@ export function open({ main, context, refresh }) {
         : [
             filters(`${f.number(rows.length)}${cursor ? '+' : ''}`),
             rows.length
-              ? h('div', { class: 'card flush', 'data-key': 'table' }, table('Jobs', columns, rows.map(row), { kind: 'jobs' }))
+              ? h('div', { class: 'card flush', 'data-key': 'table' }, table('Jobs', columns, rows.slice(0, shown).map(row), { kind: 'jobs' }))
               : h('p', { class: 'quiet-note', 'data-key': 'none' }, state.kind === 'live' && !filtered ? 'No job is live now. Finished jobs are under “Ended”.' : 'No job matches.'),
             error ? h('p', { class: 'banner', role: 'status', 'data-key': 'error' }, `The next page did not come: ${error.message}.`) : null,
-            cursor ? h('div', { class: 'buttons', 'data-key': 'more' }, h('button', { type: 'button', class: 'button', 'data-action': 'more' }, `Show ${PAGE} more`)) : null,
+            cursor || rows.length > shown ? h('div', { class: 'buttons', 'data-key': 'more' }, h('button', { type: 'button', class: 'button', 'data-action': 'more' }, `Show ${step()} more`)) : null,
           ],
     );
     view.hasShown = true;

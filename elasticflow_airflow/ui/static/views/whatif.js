@@ -85,7 +85,7 @@ export function open({ main, refresh }) {
   const deadlines = (jobs, cluster, shown = span(jobs)) => card('Deadlines', jobs.length ? `Drag a deadline; the bars end where the jobs are projected to finish. ${f.moment(shown.from)} to ${f.moment(shown.until)}.` : null, jobs.length > MANY
     ? h('input', { type: 'search', class: 'input', placeholder: 'DAG or task', 'aria-label': 'Filter deadlines', 'data-input': 'filter', 'data-key': 'filter' }) : null,
   jobs.length
-    ? h('ul', { class: 'items moves scroll', tabindex: 0, 'aria-label': 'Deadlines of live jobs' }, jobs.filter((job) => wanted.deadlines.has(job.job_id) || named(job).includes(got.filter)).map((job) => {
+    ? h('ul', { class: `items moves${jobs.length > MANY ? ' scroll' : ''}`, tabindex: jobs.length > MANY ? 0 : null, 'aria-label': 'Deadlines of live jobs' }, jobs.filter((job) => wanted.deadlines.has(job.job_id) || named(job).includes(got.filter)).map((job) => {
         const moved = wanted.deadlines.has(job.job_id);
         const at = moved ? wanted.deadlines.get(job.job_id) : job.deadline_at;
         const verdict = moved ? got.answer?.verdicts.find((one) => one.job_id === job.job_id)?.verdict : null;
