@@ -428,7 +428,7 @@ def rows_of(one: Round, options: argparse.Namespace) -> list[tuple[str, str]]:
         ("... slowest, s", f"{max(took):.2f}"),
         ("answered without a verdict", str(one.answers.without_verdict)),
         ("answers 503", str(one.answers.statuses[503])),
-        ("exchanges without an answer", str(one.answers.statuses[0])),
+        ("requests without a response", str(one.answers.statuses[0])),
         ("admitted of those with a deadline", f"{100 * one.decided.share:.1f} %"),
         *(
             [
@@ -446,7 +446,7 @@ def rows_of(one: Round, options: argparse.Namespace) -> list[tuple[str, str]]:
             for name, label in (("healthz", "/healthz"), ("status", "a job's status"), ("health", "/v1/health"))
             for part, words in ((0.5, "median"), (0.99, "p99"), (1.0, "slowest"))
         ),
-        ("questions without an answer 200", str(sum(one.failed.values()))),
+        ("requests without status 200", str(sum(one.failed.values()))),
         ("memory before, MiB", f"{one.memory_mib[0]:.0f}"),
         ("... at most, MiB", f"{one.memory_mib[1]:.0f}"),
         ("the database grew by, MiB", f"{one.database_mib[1] - one.database_mib[0]:.1f}"),

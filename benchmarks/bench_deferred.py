@@ -181,11 +181,11 @@ def measure(service: Served, tasks: int, count: int, seconds: float, code: Path)
         service.end()
     return [
         ("all have had their first answer after, s", f"{usual.first_s:.0f}"),
-        ("questions wanted, a second", f"{tasks / POLL_S:.0f}"),
-        ("questions answered, a second", f"{usual.per_s:.0f}"),
-        ("a question takes, median, ms", usual.ms(0.5)),
+        ("polls due per second", f"{tasks / POLL_S:.0f}"),
+        ("polls answered per second", f"{usual.per_s:.0f}"),
+        ("a poll takes, median, ms", usual.ms(0.5)),
         ("... p99, ms", usual.ms(0.99)),
-        ("questions that failed", str(usual.failed)),
+        ("polls that failed", str(usual.failed)),
         ("cores that the service uses", f"{usual.service_cores:.2f}"),
         ("cores that the triggers use", f"{usual.triggers_cores:.2f}"),
         ("answered without a pause, a second", f"{full.per_s:.0f}"),

@@ -1,6 +1,6 @@
 """A notifier that reports the state of a training: for ``on_at_risk=`` and for any of Airflow's callbacks.
 
-It composes the message and posts it to a webhook (Slack, Mattermost, Teams, or anything that takes JSON) or to the log.
+It composes the message and posts it to a webhook (Slack, Mattermost, or anything that takes JSON) or to the log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ElasticFlowNotifier(BaseNotifier):
 
     ``message`` is a template; ``{{ elasticflow }}`` has the job's details (see the reference of ``on_at_risk``). The
     default is ``{{ elasticflow.message }}`` and the URL of the job's page. ``webhook_conn_id`` names a connection (type
-    HTTP) whose URL accepts ``{"text": message}``, as the webhooks of Slack, Mattermost and Teams do. The URL's path may
+    HTTP) whose URL accepts ``{"text": message}``, as the webhooks of Slack and Mattermost do. The URL's path may
     be given in its ``extra`` as ``webhook_path``, or as its password (like Slack's webhook token). Without a connection
     the message is logged as a warning. Subclass and override ``send`` for anything else.
     """

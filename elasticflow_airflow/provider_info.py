@@ -90,10 +90,10 @@ def get_provider_info() -> dict[str, Any]:
                         default="True",
                     ),
                     "poll_interval_s": _option(
-                        "Seconds between two looks at a job; each renews its lease.", "float", default="5"
+                        "Seconds between two polls of a job; each renews its lease.", "float", default="5"
                     ),
                     "dag_test_poke_s": _option(
-                        "The same under dag.test(): from one look of a task to its next.", "float", default="1"
+                        "Seconds between two polls of a task under dag.test().", "float", default="1"
                     ),
                     "inline_wait_s": _option(
                         "Seconds that a deferrable task waits in the worker first: a rejection or a short job"
@@ -102,14 +102,14 @@ def get_provider_info() -> dict[str, Any]:
                         default="5",
                     ),
                     "min_deferral_s": _option(
-                        "Shortest time in the triggerer, in seconds; longer, up to a minute, until Airflow's scheduler"
-                        " has gone round twice. A shorter one meets an Airflow defect that marks the task failed while"
-                        " its executor still reports the first half. 0: neither.",
+                        "Seconds after the deferral for which a trigger holds its event back at least; then, for a"
+                        " minute at most, until the heartbeat of Airflow's scheduler has changed twice. An earlier"
+                        " event could meet an Airflow defect that marks the task failed. 0: no waiting at all.",
                         "float",
                         default="15",
                     ),
                     "lease_s": _option(
-                        "Seconds without a look from Airflow after which a job is suspended with a checkpoint.",
+                        "Seconds without a poll from Airflow after which a job is suspended with a checkpoint.",
                         "float",
                         default="600",
                     ),
@@ -124,8 +124,8 @@ def get_provider_info() -> dict[str, Any]:
                         default="3600",
                     ),
                     "owners_interval_s": _option(
-                        "Seconds between two reports of the api-server to the services, which owners of jobs are gone:"
-                        " tasks that have ended for good or were deleted. 0: none; the lease ends their jobs.",
+                        "How often, in seconds, the api-server tells the services which owners of jobs are gone: task"
+                        " instances that have ended for good or were deleted. 0: never; then only the lease ends them.",
                         "float",
                         default="10",
                     ),

@@ -94,8 +94,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         this or ``module``.
     :param module: Module to run, like ``package.train``. It is found on the worker's Python path, and not imported
         there.
-    :param script_args: List of arguments, one element each. Numbers become text. Whoever is on the machine sees them in
-        its table of processes: pass secrets by ``secret_env``. The page shows ``***`` for what Airflow masks, and for
+    :param script_args: List of arguments, one element each. Numbers become text. Every user of the machine can see them
+        in the process list: pass secrets with ``secret_env``. The page shows ``***`` for what Airflow masks, and for
         the values of options like ``--token``.
     :param env: Environment variables. Rendered fields are shown in Airflow's UI: no secrets here.
     :param secret_env: Name to ``"conn:<connection id>.<field>"``; ``<field>`` is ``password``, ``login``, ``host``,
@@ -106,7 +106,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     :param requirements: Packages beside those of the interpreter: a list like ``["accelerate==1.2.3"]``, or a
         requirements file (relative: from the DAG file's folder). They are installed by uv, once on each machine, before
         the training gets any slots.
-    :param init_from: ``"latest"``: start from the weights of this task's last success; or the folder of a checkpoint.
+    :param init_from: ``"latest"``: start from the weights of this task's last success; or the folder of a checkpoint. A
+        template that renders to an empty text: from scratch.
     :param steps: Optimizer steps in all. Not beside ``epochs`` or ``samples``.
     :param epochs: Epochs, if there are no ``steps``. With neither, the script's own length counts
         (``session.epochs(4)``, ``num_train_epochs=4``, ``max_epochs=4``); a script that has none, but a loop of its own
@@ -114,25 +115,27 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     :param samples: Samples of one epoch. Without it the training must use our sampler, which reports it.
     :param global_batch_size: Samples of one optimizer step, over all workers. It never changes.
     :param target_loss: End the training, as a success, as soon as the smoothed loss (mean of about the last 32 steps)
-        is there. ``steps`` or ``epochs`` must be given as well: the most that it trains, and what its deadline is
-        promised on. For scripts that use the session, the Trainer or Lightning.
+        reaches this value. Give ``steps`` or ``epochs`` as well: they are the maximum length, and the promise is based
+        on it. For scripts that use the session, the Trainer or Lightning.
     :param deadline: Time of day in the DAG's time zone, duration after the run is due, datetime, or text of either.
     :param deadline_of: Whose deadline that is: the id of a downstream task, or ``"dag_run"``. Without ``deadline``, the
         time comes from the DAG: its earliest ``DeadlineAlert`` that a worker can evaluate, else its next run.
-    :param downstream_reserve: With ``deadline_of``: what passes from the end of training to the end of that target,
-        until earlier runs have shown it.
+    :param downstream_reserve: With ``deadline_of``: the time to reserve between the end of training and the end of that
+        target, until earlier runs have shown how long this takes.
     :param best_effort: No deadline: train on what the others leave. A job has a deadline or is best effort.
     :param value: Weight of this job against others, where not all fit; greater than 0, without a unit.
-    :param on_reject: When the deadline cannot be promised: ``"fail"`` at once, without retries, naming the earliest
-        feasible one; ``"best_effort"``; ``"wait"`` for capacity; ``"renegotiate"`` up to ``latest_deadline``;
-        ``"late"`` likewise, for a ``value`` that falls evenly to nothing then.
+    :param on_reject: When the deadline cannot be promised: ``"fail"``: fail at once, without retries, and name the
+        earliest feasible deadline; ``"best_effort"``: train without a deadline; ``"wait"``: wait for capacity;
+        ``"renegotiate"``: accept a later deadline, up to ``latest_deadline``; ``"late"``: the same, but the job's
+        ``value`` falls linearly to zero until then.
     :param latest_deadline: Only with ``on_reject="renegotiate"`` or ``"late"``; the same forms as ``deadline``.
-    :param on_past_deadline: When the deadline (with ``latest_deadline``: that) has passed before the job is submitted:
-        ``"auto"`` is best effort for backfills, cleared tasks and runs that began after it (the first after unpausing),
-        else fail; ``"fail"``; ``"best_effort"``. For a retry of a job that had been taken on, ``on_miss`` decides (not
-        in a backfill, nor after a clear).
-    :param on_miss: When a running job misses its deadline after all: ``"finish"``, ``"fail"``, or
-        ``"use_last_checkpoint"``.
+    :param on_past_deadline: When the deadline (or ``latest_deadline``, if given) has passed before the job is
+        submitted. ``"auto"``: train as best effort in backfills, cleared tasks and runs that began after the deadline
+        (such as the first after unpausing), else fail. ``"fail"``: fail. ``"best_effort"``: train as best effort. For a
+        retry of a job that was admitted already, ``on_miss`` decides, except in a backfill or after a clear.
+    :param on_miss: When a running job misses its deadline after all. ``"finish"``: it trains on, and the task succeeds
+        late. ``"fail"``: it stops, and the task fails. ``"use_last_checkpoint"``: it stops, and the task succeeds with
+        the last checkpoint.
     :param min_workers: Never fewer workers than this: a power of two.
     :param max_workers: Never more: a power of two.
     :param consistency: The trained model does not depend on how many workers there were. ``"fast"``: plain
@@ -148,8 +151,8 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
     :param progress_file: Or the file that such a script writes its step into.
     :param on_at_risk: Functions, notifiers or import paths, one or a list, called with Airflow's context each time the
         job comes to be at risk of missing its deadline.
-    :param on_promote: A function or import path, called after a success with those of ``result``, ``checkpoint_path``
-        and the context that it names.
+    :param on_promote: A function or import path, called after a success. Its parameters decide what it gets:
+        ``result``, ``checkpoint_path``, and entries of Airflow's context.
     :param deferrable: Wait in the triggerer. ``False`` blocks a worker slot. Under ``dag.test()`` a deferrable task is
         rescheduled instead, so that several jobs are in flight.
     :param elasticflow_conn_id: Connection of the service. Where the *default* one is missing, the embedded service of

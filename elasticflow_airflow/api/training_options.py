@@ -118,8 +118,8 @@ class WhatToTrain:
     module = Option(ValueKind.TEXT, template=True, forecast="needed", wire="command.module")
     """Module to run, like `package.train`. It is found on the worker's Python path, and not imported there."""
     script_args = Option(ValueKind.ARGUMENTS, (), template=True, wire="command.args")
-    """List of arguments, one element each. Numbers become text. Whoever is on the machine sees them in its table of
-    processes: pass secrets by `secret_env`. The page shows `***` for what Airflow masks, and for the values of options
+    """List of arguments, one element each. Numbers become text. Every user of the machine can see them in the process
+    list: pass secrets with `secret_env`. The page shows `***` for what Airflow masks, and for the values of options
     like `--token`."""
     env = Option(
         ValueKind.ENVIRONMENT,
@@ -167,7 +167,8 @@ class WhatToTrain:
     from the DAG file's folder). They are installed by uv, once on each machine, before the training gets any slots. See
     [packages of a training](../how-to/requirements.md)."""
     init_from = Option(ValueKind.PATH, template=True, wire="init_from")
-    """`"latest"`: start from the weights of this task's last success; or the folder of a checkpoint."""
+    """`"latest"`: start from the weights of this task's last success; or the folder of a checkpoint. A template that
+    renders to an empty text: from scratch."""
 
 
 class HowMuch:
@@ -219,9 +220,10 @@ class HowMuch:
         flag="--target-loss",
         help="End when the smoothed loss reaches this.",
     )
-    """End the training, as a success, as soon as the smoothed loss (mean of about the last 32 steps) is there. `steps`
-    or `epochs` must be given as well: the most that it trains, and what its deadline is promised on. For scripts that
-    use the session, the Trainer or Lightning. See [training to a loss](../how-to/deadlines.md#training-to-a-loss)."""
+    """End the training, as a success, as soon as the smoothed loss (mean of about the last 32 steps) reaches this
+    value. Give `steps` or `epochs` as well: they are the maximum length, and the promise is based on it. For scripts
+    that use the session, the Trainer or Lightning. See [training to a
+    loss](../how-to/deadlines.md#training-to-a-loss)."""
 
 
 class ByWhen:
@@ -242,8 +244,8 @@ class ByWhen:
     DAG: its earliest `DeadlineAlert` that a worker can evaluate, else its next run. See
     [the deadline of something downstream](../how-to/deadlines.md#the-deadline-of-something-downstream)."""
     downstream_reserve = Option(ValueKind.DURATION, timedelta(minutes=5), default_means="5 min")
-    """With `deadline_of`: what passes from the end of training to the end of that target, until earlier runs have shown
-    it."""
+    """With `deadline_of`: the time to reserve between the end of training and the end of that target, until earlier
+    runs have shown how long this takes."""
     best_effort = Option(
         ValueKind.SWITCH,
         False,
@@ -262,27 +264,28 @@ class ByWhen:
         flag="--on-reject",
         help="If the deadline cannot be promised: fail, best_effort, wait, renegotiate or late.",
     )
-    """When the deadline cannot be promised: `"fail"` at once, without retries, naming the earliest feasible one;
-    `"best_effort"`; `"wait"` for capacity; `"renegotiate"` up to `latest_deadline`; `"late"` likewise, for a `value`
-    that falls evenly to nothing then."""
+    """When the deadline cannot be promised: `"fail"`: fail at once, without retries, and name the earliest feasible
+    deadline; `"best_effort"`: train without a deadline; `"wait"`: wait for capacity; `"renegotiate"`: accept a later
+    deadline, up to `latest_deadline`; `"late"`: the same, but the job's `value` falls linearly to zero until then."""
     latest_deadline = Option(
         ValueKind.MOMENT,
         template=True,
         forecast="useful",
         wire="latest_deadline_at",
         flag="--latest-deadline",
-        help="With renegotiate or late (where its value falls until then): the latest acceptable deadline.",
+        help="With renegotiate or late: the latest acceptable deadline. With late, the value falls to zero until then.",
     )
     """Only with `on_reject="renegotiate"` or `"late"`; the same forms as `deadline`."""
     on_past_deadline = Option(
         ValueKind.CHOICE, "auto", choices=("auto", "fail", "best_effort"), wire="on_past_deadline"
     )
-    """When the deadline (with `latest_deadline`: that) has passed before the job is submitted: `"auto"` is best effort
-    for backfills, cleared tasks and runs that began after it (the first after unpausing), else fail; `"fail"`;
-    `"best_effort"`. For a retry of a job that had been taken on, `on_miss` decides (not in a backfill, nor after a
-    clear)."""
+    """When the deadline (or `latest_deadline`, if given) has passed before the job is submitted. `"auto"`: train as
+    best effort in backfills, cleared tasks and runs that began after the deadline (such as the first after unpausing),
+    else fail. `"fail"`: fail. `"best_effort"`: train as best effort. For a retry of a job that was admitted already,
+    `on_miss` decides, except in a backfill or after a clear."""
     on_miss = Option(ValueKind.CHOICE, "finish", choices=get_args(OnMiss), wire="on_miss")
-    """When a running job misses its deadline after all: `"finish"`, `"fail"`, or `"use_last_checkpoint"`."""
+    """When a running job misses its deadline after all. `"finish"`: it trains on, and the task succeeds late. `"fail"`:
+    it stops, and the task fails. `"use_last_checkpoint"`: it stops, and the task succeeds with the last checkpoint."""
 
 
 class HowItRuns:
@@ -350,8 +353,8 @@ class HowItRuns:
     """Functions, notifiers or import paths, one or a list, called with Airflow's context each time the job comes to be
     at risk of missing its deadline. See [how to be told in time](../how-to/alerts.md)."""
     on_promote = Option(ValueKind.CALLABLE, decidable=False)
-    """A function or import path, called after a success with those of `result`, `checkpoint_path` and the context that
-    it names. See [how to hand a model on](../how-to/model-registry.md)."""
+    """A function or import path, called after a success. Its parameters decide what it gets: `result`,
+    `checkpoint_path`, and entries of Airflow's context. See [how to hand a model on](../how-to/model-registry.md)."""
     deferrable = Option(ValueKind.SWITCH, decidable=False, default_means="`[elasticflow] deferrable` (true)")
     """Wait in the triggerer. `False` blocks a worker slot. Under `dag.test()` a deferrable task is rescheduled instead,
     so that several jobs are in flight."""

@@ -59,6 +59,7 @@ class ElasticTask(Deadlined, Protocol):
     secret_env: Any
     working_dir: Any
     requirements: Any
+    init_from: Any
     on_past_deadline: str
     target_loss: Any
 
@@ -218,6 +219,7 @@ def prepare(
             "working_dir": find_working_dir(task.working_dir, facts),
             "requirements": find_requirements(task.requirements, given["requirements"], facts),
             "target_loss": target(task.target_loss, given["target_loss"]),
+            "init_from": task.init_from or None,
             "deadline": deadline_at,
             "latest_deadline": latest_at,
             "on_past_deadline": _on_past_deadline(

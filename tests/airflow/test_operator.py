@@ -72,6 +72,17 @@ def test_requirements_are_a_list_or_a_file_beside_the_dag(service, make_status, 
         task.execute(context_of(task))
 
 
+@pytest.mark.parametrize(("rendered", "submitted"), [("latest", "latest"), ("", None)])
+def test_an_empty_text_in_place_of_a_checkpoint_trains_from_scratch(
+    service, make_status, make_task, rendered, submitted
+):
+    service.statuses = [success(make_status)]
+    task = make_task(init_from="{{ params.init_from }}")
+    task.init_from = rendered  # as Airflow renders the fields of a task in its run
+    task.execute(context_of(task))
+    assert service.did("submit")[0]["init_from"] == submitted
+
+
 def test_success_is_acknowledged_by_the_listener_only(service, make_status, make_task):
     service.statuses = [success(make_status)]
     task = make_task()

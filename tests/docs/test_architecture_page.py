@@ -25,8 +25,8 @@ def defined_in(file: Path) -> set[str]:
     return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, kinds)}
 
 
-def test_three_ways_of_at_most_eight_stations(page: str) -> None:
-    ways = page.split("## Three ways")[1].split("\n## ")[0].split("\n1. ")[1:]
+def test_three_paths_of_at_most_eight_stations(page: str) -> None:
+    ways = page.split("## Three paths")[1].split("\n## ")[0].split("\n1. ")[1:]
     assert len(ways) == 3
     for way in ways:
         numbers = [int(number) for number in re.findall(r"^(\d)\. `", f"1. {way}", re.MULTILINE)]
