@@ -26,7 +26,7 @@ def test_first_dag(newcomer: Any, block: Callable[..., str]) -> None:
     output = newcomer.run("python dags/first_dag.py")
     assert re.search(r"loss \d\.\d+, deadline met: True", output), output[-8000:]
 
-    (newcomer.folder / "dags/first_dag.py").write_text(dag.replace("epochs=20,", "epochs=200000,"))
+    (newcomer.folder / "dags/first_dag.py").write_text(dag.replace("epochs=60,", "epochs=200000,"))
     output = newcomer.run("python dags/first_dag.py")
     assert "earliest feasible deadline" in output, output[-8000:]
     assert "deadline met" not in output

@@ -61,9 +61,9 @@ EXPECTED = JobIdentity(namespace="elsewhere", dag_id="secretteam_eu", run_id="",
 """Of another Airflow, and due: no list of jobs tells of it."""
 
 _ARITHMETIC = """Deadline:
-  task 'publish' must end by  Sat 2026-11-21 07:30 UTC  (deadline='07:30')
+  task 'publish' must end by  {due}  (deadline='{time}')
   minus what comes after      18 min                    (p95 of the last 14 runs (12 min to 19 min))
-  the training must end by    Sat 2026-11-21 07:12 UTC"""
+  the training must end by    {end}"""
 
 
 def identity(dag_id: str, run_id: str = "scheduled__today") -> JobIdentity:
@@ -249,7 +249,7 @@ class ScriptedCluster:
             "deadline_at": self.now - 19 * HOUR,
             "projected_finish_at": None,
             "slack_s": None,
-            "verdict": Verdict(decision="rejected", reason=reason),
+            "verdict": Verdict(decision="rejected", reason=reason, earliest_deadline_at=self.now - 19 * HOUR + 2400.0),
         }
         return self._job(dag, [], (0, 20_000), 0.0, 0.0).model_copy(update=changes)
 
@@ -512,7 +512,7 @@ class ScriptedCluster:
                 "args": ["--lr", "3e-4"],
                 "steps": job.total_steps,
                 "global_batch_size": 256,
-                "labels": {"deadline_arithmetic": _ARITHMETIC, "try_number": "1"},
+                "labels": {"deadline_arithmetic": self._arithmetic(job.deadline_at or self.now), "try_number": "1"},
             },
             generations=began,
             planned=[span for span in self._planned() if span.job_id == job.job_id],
@@ -555,6 +555,13 @@ class ScriptedCluster:
                 )
                 for step in saved
             ],
+        )
+
+    def _arithmetic(self, end_at: float) -> str:
+        end, due = time.gmtime(end_at), time.gmtime(end_at + 18 * 60)
+        shown = "%a %Y-%m-%d %H:%M UTC"
+        return _ARITHMETIC.format(
+            due=time.strftime(shown, due), time=time.strftime("%H:%M", due), end=time.strftime(shown, end)
         )
 
     def _samples(self, job: JobStatus) -> list[Sample]:
@@ -622,16 +629,16 @@ class ScriptedCluster:
 
     def _events(self, job: JobStatus) -> list[Event]:
         course, saved = self._course(job), _saved(job)
-        told = [
-            (job.submitted_at, "submitted", "by Airflow, attempt 1"),
-            (job.submitted_at + 2.0, "admitted", "fits beside all other promises: at most 4 slots are needed"),
-        ]
+        decided = ("admitted", "fits beside all other promises: at most 4 slots are needed")
+        if job.state is State.REJECTED:
+            decided = ("rejected", job.state_reason)
+        told = [(job.submitted_at, "submitted", "by Airflow, attempt 1"), (job.submitted_at + 2.0, *decided)]
         for span in self._spans(job.identity, course) if job.slots else ():
             is_first = span.from_at <= job.submitted_at + HOUR / 60
             reason = f"{span.reason}: {FOREIGN.job_id} holds the others" if is_first else span.reason
             told.append((span.from_at, "resized", reason))
             if is_first:
-                told.append((span.running_at or span.from_at, "started", f"{counted(span.workers, 'worker')} train"))
+                told.append((span.running_at or span.from_at, "started", f"{counted(span.workers, 'worker')} started"))
         told += [(self.now + course.hour_of(step) * HOUR, "promoted", f"checkpoint of step {step}") for step in saved]
         return [
             Event(event_id=n + 1, job_id=job.job_id, incarnation=1, at=at, kind=kind, reason=why)
