@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).parent / "train_ledger.py"
 NODES = 3
 BATCH, STEPS_PER_EPOCH = 32, 28
 SUSPICION_S = 3
-EPOCHS_A_FAULT = 6
+EPOCHS_A_FAULT = 2
 """A training of so many epochs for each fault is not over before the last one."""
 SETTLED_S = 240.0
 _RAY_BEGINS_S = 15.0
@@ -65,7 +65,7 @@ class FaultyTrial(ClusterTrial):
             command=Command(
                 snapshot=snapshot.sha256,
                 script=SCRIPT.name,
-                env={"TEST_HISTORY": str(self.history), "TEST_STEP_S": "0.08"},
+                env={"TEST_HISTORY": str(self.history), "TEST_STEP_S": "0.4"},
             ),
             length=Length(epochs=epochs),
             global_batch_size=BATCH,

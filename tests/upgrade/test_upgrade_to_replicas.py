@@ -32,7 +32,7 @@ pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflo
 pytestmark = [pytest.mark.slow, pytest.mark.postgres, pytest.mark.timeout(900)]
 KILLED = pytest.param(signal.SIGKILL, marks=pytest.mark.soak)
 
-EPOCHS, SAMPLES = 60, 640
+EPOCHS, SAMPLES = 30, 640
 STEPS = EPOCHS * SAMPLES // BATCH
 CURVE = {1: 1.25, 2: 2.4}
 """Of a script whose steps take 0.8 s with one worker."""
