@@ -175,6 +175,13 @@ class Bench:
         assert gangs[generation].state is state, gangs[generation]
         return gangs[generation]
 
+    def pids(self, generation: int, job_id: str = "job") -> list[int]:
+        """The workers' processes, by rank, once all are known: a worker's own reports may come before its pid."""
+        gangs = self.wait(
+            lambda gangs: all(worker.pid is not None for worker in gangs[generation].workers), "all pids known", job_id
+        )
+        return [worker.pid for worker in gangs[generation].workers if worker.pid is not None]
+
     def prepare_environment(self, requirements: tuple[str, ...]) -> None:
         """Wait for an environment."""
         end_s = time.monotonic() + 150.0

@@ -56,8 +56,8 @@ def over(bench: ClusterBench) -> None:
 def test_an_agent_that_is_killed_finds_its_workers_again(cluster_bench: ClusterBench) -> None:
     bench = cluster_bench
     bench.engine.apply(job(bench, 1, A, C))
-    gang = bench.wait_state(1, GangState.RUNNING)
-    pids = [worker.pid for worker in gang.workers]
+    bench.wait_state(1, GangState.RUNNING)
+    pids = bench.pids(1)
     for node_id in bench.nodes:
         bench.agents[node_id].kill()
         bench.agents[node_id].wait()
@@ -67,7 +67,7 @@ def test_an_agent_that_is_killed_finds_its_workers_again(cluster_bench: ClusterB
     bench.restart()  # and the service
     bench.engine.apply(job(bench, 2, A, C, B, D))
     bench.wait_state(2, GangState.RUNNING)
-    assert [worker.pid for worker in bench.look()[2].workers][:2] == pids
+    assert bench.pids(2)[:2] == pids
     over(bench)
 
 
@@ -129,7 +129,8 @@ def test_a_short_cut_costs_nothing(machines_bench: ClusterBench) -> None:
     bench = machines_bench
     assert bench.machines is not None
     bench.engine.apply(job(bench, 1, A, C))
-    pids = [worker.pid for worker in bench.wait_state(1, GangState.RUNNING).workers]
+    bench.wait_state(1, GangState.RUNNING)
+    pids = bench.pids(1)
     trains_on(bench, 1)
     bench.machines.cut(1)
     subprocess.run(["sleep", "1.5"], check=True)

@@ -87,7 +87,8 @@ def test_training_notices_nothing_and_the_former_leader_changes_nothing(takeover
     bench = takeover_bench
     epochs = EPOCHS
     bench.engine.apply(job(bench, 1, A, C, epochs=epochs))
-    pids = [worker.pid for worker in bench.wait_state(1, GangState.RUNNING).workers]
+    bench.wait_state(1, GangState.RUNNING)
+    pids = bench.pids(1)
     trains_on(bench, 1)
     assert bench.leader is not None
     stray = job(bench, 3, A)  # what the former leader wants when it wakes up
@@ -100,8 +101,8 @@ def test_training_notices_nothing_and_the_former_leader_changes_nothing(takeover
     assert gang.state is GangState.RUNNING
     assert [worker.pid for worker in gang.workers] == pids
     bench.engine.apply(job(bench, 2, A, C, B, D, epochs=epochs))
-    gang = bench.wait_state(2, GangState.RUNNING)
-    assert [worker.pid for worker in gang.workers][:2] == pids
+    bench.wait_state(2, GangState.RUNNING)
+    assert bench.pids(2)[:2] == pids
 
     # The former leader wakes up, in the middle of what it was doing.
     Membership(generation=9, mode=RescaleMode.RESTART, members=(), reason="the sleeper").write(stale)
@@ -115,7 +116,7 @@ def test_training_notices_nothing_and_the_former_leader_changes_nothing(takeover
     trains_on(bench, 2)
 
     bench.take_over()  # and once more: whoever leads again has another folder than before
-    assert [worker.pid for worker in bench.look()[2].workers][:2] == pids
+    assert bench.pids(2)[:2] == pids
     bench.engine.apply(job(bench, 3, A, C, epochs=epochs))
     bench.wait_state(3, GangState.RUNNING)
     hurry(bench)
@@ -216,7 +217,8 @@ def test_on_ray_agents_are_spoken_to_before_ray_is_there(ray_bench: RayBench) ->
 
     former = lead()
     bench.engine.apply(spec(1, 2))
-    pids = [worker.pid for worker in bench.wait_state(1, GangState.RUNNING).workers]
+    bench.wait_state(1, GangState.RUNNING)
+    pids = bench.pids(1)
     old, former.knows = bench.engine, False
     bench.reports.clear()
     began_s = time.monotonic()
