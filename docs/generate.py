@@ -37,17 +37,23 @@ def routes() -> str:
     """The routes of the HTTP API, with what they take and answer."""
     from elasticflow_airflow.service.http.openapi import document
 
-    rows = ["| call | what it does | takes | answers |", "|---|---|---|---|"]
+    rows = ["| call | what it does | request | response |", "|---|---|---|---|"]
     for path, operations in document()["paths"].items():
         for method, operation in operations.items():
             content = operation.get("requestBody", {}).get("content", {})
-            query = [f"`{p['name']}`" for p in operation.get("parameters", []) if p["in"] == "query"]
+            given = [_parameter(p) for p in operation.get("parameters", []) if p["in"] in ("query", "header")]
             answer = next(body for status, body in operation["responses"].items() if status.startswith("2"))
-            takes = ", ".join([*_schemas(content), *query])
-            answers = ", ".join(_schemas(answer.get("content", {}))) or "nothing"
+            takes = ", ".join([*_schemas(content), *given])
+            answers = ", ".join(_schemas(answer.get("content", {}))) or "204"
             does = " ".join(operation.get("description", "").split())
             rows.append(f"| `{method.upper()} {path}` | {_cell(does)} | {takes} | {answers} |")
     return "\n".join(rows)
+
+
+def _parameter(given: dict[str, Any]) -> str:
+    """Return a parameter of a route, with its default if it has one."""
+    default = given["schema"].get("default")
+    return f"`{given['name']}`" if default is None else f"`{given['name']}={json.dumps(default)}`"
 
 
 def _schemas(content: dict[str, Any]) -> Iterator[str]:
@@ -83,7 +89,7 @@ def events() -> str:
     from elasticflow_airflow.api import EventKind
     from elasticflow_airflow.api.event_data import EVENT_DATA
 
-    rows = ["| kind | meaning | carries |", "|---|---|---|"]
+    rows = ["| kind | meaning | `data` |", "|---|---|---|"]
     for kind in EventKind:
         carries = [f"`{one.name}`" for one in fields(EVENT_DATA[kind])] if kind in EVENT_DATA else []
         rows.append(f"| `{kind}` | {_cell(kind.meaning)} | {', '.join(carries)} |")

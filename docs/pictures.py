@@ -96,7 +96,7 @@ def take_stills(chromium: Any, wanted: Callable[[str], bool]) -> None:
                 continue
             page = _open(chromium, address, session, path, height)
             if name == "page-what-if":
-                page.get_by_role("button", name="30 minutes earlier").first.click()
+                page.get_by_role("button", name="fraud_daily · finetune: deadline 30 minutes earlier").click()
             page.wait_for_timeout(3000)
             save(page.screenshot(), name)
             page.context.close()

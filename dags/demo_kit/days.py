@@ -69,6 +69,9 @@ def run_days(watcher: Watcher, layout: DemoPaths, gflops: float) -> list[Day]:
         quick_by, publish_by = (datetime.now(UTC) + timedelta(seconds=stretch * s) for s in due_s)
         watcher.line(f"Day {number}: the run of {run_of:%Y-%m-%d}", "bold")
         watcher.line(f"  due: finetune_quick {clock(quick_by)}, publish (after finetune_thorough) {clock(publish_by)}")
+        if number == 2:
+            epochs = max(1, epochs // 2)
+            watcher.line("  finetune_thorough starts from the weights of day 1, and trains half as long")
         due = {"quick_by": quick_by.isoformat(), "publish_by": publish_by.isoformat()}
         run = dag.test(logical_date=run_of, run_conf={**due, "train_rows": rows, "thorough_epochs": epochs})
         watcher.look()

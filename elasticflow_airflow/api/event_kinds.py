@@ -37,7 +37,7 @@ class EventKind(StrEnum):
 
     # The verdict
     SUBMITTED = "submitted", Tone.QUIET, "The job was submitted; its speed is known, or measured first."
-    WAITING = "waiting", Tone.QUIET, "Its deadline cannot be promised now, so it waits for capacity."
+    WAITING = "waiting", Tone.QUIET, "It waits: for capacity to promise its deadline, for slots to measure it on, or for a larger cluster."
     ADMITTED = "admitted", Tone.GOOD, "Its deadline is promised, or it trains as best effort."
     REJECTED = "rejected", Tone.BAD, "Its deadline cannot be promised."
     BEST_EFFORT = "best_effort", Tone.QUIET, "Its deadline has passed, and it continues without one."
@@ -48,12 +48,12 @@ class EventKind(StrEnum):
     SEED = "seed", Tone.QUIET, "It trains with this seed."
     LENGTH = "length", Tone.QUIET, "Its script reported the number of steps."
     LOGICAL_WORKERS = "logical_workers", Tone.QUIET, "Its script reported the number of logical workers."
-    INITIALISED = "initialised", Tone.QUIET, "Its initial weights were chosen: an earlier checkpoint, or none."
+    INITIALISED = "initialised", Tone.QUIET, "It starts with the weights of an earlier checkpoint, or from scratch as there is none."
     MEASURED = "measured", Tone.QUIET, "Its speed with this number of workers was measured."
     NOT_MEASURED = "not_measured", Tone.QUIET, "Its speed with this number of workers could not be measured."
     TARGET_LENGTH = "target_length", Tone.QUIET, "The prediction of when it reaches the target loss has changed."
     TARGET_REACHED = "target_reached", Tone.GOOD, "It reached the target loss."
-    TARGET_MISSED = "target_missed", Tone.WARNING, "It made all its steps without reaching the target loss."
+    TARGET_MISSED = "target_missed", Tone.WARNING, "It completed all steps without reaching the target loss."
     CHECKPOINT = "checkpoint", Tone.QUIET, "A checkpoint was verified and is used from now on."
     CHECKPOINT_DAMAGED = "checkpoint_damaged", Tone.BAD, "A checkpoint could not be verified and is not used."
     WARNING = "warning", Tone.WARNING, "There is a warning for its owner."
@@ -63,7 +63,7 @@ class EventKind(StrEnum):
     RESIZED = "resized", Tone.ACTIVE, "It was given its first slots, or different ones."
     RESCALED = "rescaled", Tone.ACTIVE, "Its workers changed in place, without a restart."
     KEPT = "kept", Tone.QUIET, "It keeps its workers."
-    SUSPENDED = "suspended", Tone.WARNING, "It gave up its slots for now."
+    SUSPENDED = "suspended", Tone.WARNING, "It was suspended: it released its slots and continues later."
     RESUMED = "resumed", Tone.QUIET, "It continues from a checkpoint."
     PARKED = "parked", Tone.WARNING, "Its Airflow task does not respond, so it waits."
     UNPARKED = "unparked", Tone.QUIET, "Its Airflow task is back."
@@ -72,7 +72,7 @@ class EventKind(StrEnum):
     JOIN_FAILED = "join_failed", Tone.WARNING, "New workers could not join."
     WORKER_LOST = "worker_lost", Tone.WARNING, "A worker was lost; the others continue."
     SLOW_WORKER = "slow_worker", Tone.WARNING, "A worker is persistently slower than the others."
-    HANG = "hang", Tone.BAD, "Its workers made no more progress and were stopped."
+    HANG = "hang", Tone.BAD, "Its workers hung (no progress), and were stopped."
     NOT_STARTED = "not_started", Tone.WARNING, "Its workers could not be started."
 
     # Its promise
@@ -95,7 +95,7 @@ class EventKind(StrEnum):
         Tone.BAD,
         "The service failed on it: its workers keep running, and nothing else is done for it.",
     )
-    TRIED_AGAIN = "tried_again", Tone.QUIET, "It was set aside, and the service manages it again."
+    TRIED_AGAIN = "tried_again", Tone.QUIET, "The service manages it again after setting it aside."
 
     # Runs that are expected
     RUN_EXPECTED = "run_expected", Tone.QUIET, "The next runs of its task are expected at these times."
@@ -105,8 +105,8 @@ class EventKind(StrEnum):
     SERVICE_STARTED = "service_started", Tone.QUIET, "The service started."
     CLOCK_JUMPED = "clock_jumped", Tone.WARNING, "The machine's clock was changed."
     NODE_LOST = "node_lost", Tone.BAD, "A node was lost."
-    NODE_CHANGED = "node_changed", Tone.QUIET, "A node joined, or has another number of slots."
-    NODE_DRAINING = "node_draining", Tone.WARNING, "A node is about to be drained, or its drain was undone."
+    NODE_CHANGED = "node_changed", Tone.QUIET, "A node joined, or its number of usable slots changed."
+    NODE_DRAINING = "node_draining", Tone.WARNING, "A drain of a node was announced or cancelled."
     DEVICE_FAULT = "device_fault", Tone.BAD, "A device failed: its slot, or its whole node, is avoided."
     LEFTOVER = "leftover", Tone.WARNING, "Workers that the service does not know hold slots."
     LEFTOVER_GONE = "leftover_gone", Tone.QUIET, "The unknown workers have ended."

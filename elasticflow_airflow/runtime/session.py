@@ -304,7 +304,7 @@ class Session:
         return 2 if self._core.has_batch_norm else 1
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Add numbers to the next progress report. ``loss`` may be replaced; the session's epoch and speed may not."""
+        """Set numbers for all following progress reports. ``loss`` may be replaced; the session's epoch and speed may not."""
         for name, value in scalars.items():
             self._core.scalars[name] = float(value)
 
@@ -392,7 +392,8 @@ def init(
     (0) determines all randomness: weights, order of samples, dropout. ``target_loss`` ends the training as soon as the
     smoothed loss reaches it (``stepping/loss_target.py``), or at ``steps`` or ``epochs`` if those come first. States
     larger than ``shard_checkpoints_above_gb`` (4 GB) are written in parts, one per worker, in consistent mode. Under
-    the service the submitted settings override all of these. Raises ValueError for contradictory lengths.
+    the service, submitted settings override these, but for ``shard_checkpoints_above_gb`` and ``allow_nonfinite_loss``.
+    Raises ValueError for contradictory lengths.
     """
     if epochs is not None and steps is not None:
         raise ValueError("give steps= or epochs=, not both")

@@ -7,18 +7,18 @@ from typing import Any
 from elasticflow_airflow.api import Problem
 
 MEANINGS = {
-    400: "It cannot be read: it is no HTTP request, or its body is no JSON",
+    400: "Malformed HTTP, or a body that cannot be decoded",
     401: "The token is missing or wrong",
-    404: "There is no such thing here",
-    408: "It did not come in time",
-    409: "Not as things stand: a stale claim, say",
-    413: "It is larger than is taken",
-    422: "Something that was given is wrong or out of bounds: which, the limit, and what to give instead",
-    431: "Its address and headers are longer than is taken",
-    500: "A defect of the service",
-    501: "This service does not offer it",
-    503: "Not now: ask again in a moment",
-    507: "There is no room for it on the disk",
+    404: "The job, incarnation, log, node or snapshot does not exist",
+    408: "The request did not arrive in time",
+    409: "The claim is stale, or the state of the job does not allow this",
+    413: "The body is too large",
+    422: "Malformed JSON, or an unknown, invalid or out-of-range field: the message names it",
+    431: "URL and headers are too large",
+    500: "The service failed",
+    501: "This service does not support that",
+    503: "Temporarily unavailable: try again after Retry-After seconds",
+    507: "The service's disk is full",
 }
 """The meaning of each status of a refusal."""
 

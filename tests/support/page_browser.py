@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
+"""The shell comes first: it has no windows, tabs and menus, which cost as much as the pages."""
 IN_A_BROWSER = [
     pytest.mark.browser,
     pytest.mark.timeout(600),

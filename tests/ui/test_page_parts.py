@@ -94,7 +94,7 @@ def job(**changes: Any) -> dict[str, Any]:
         ({"slack_s": -60.0}, "bad", "late"),
         ({"at_risk": True}, "bad", "At risk"),
         ({"slack_s": None}, "quiet", "Not known yet"),
-        *(({"state": state}, "quiet", "planned") for state in ("submitted", "profiling", "waiting", "admitted")),
+        *(({"state": state}, "quiet", "spare") for state in ("submitted", "profiling", "waiting", "admitted")),
         *(({"state": state}, "quiet", DASH) for state in ("failed", "cancelled", "rejected")),
         ({"state": "succeeded", "result": {"met": True, "slack_s": 60.0}}, "ok", "early"),
         ({"state": "succeeded", "result": {"met": False, "slack_s": -60.0}}, "bad", "late"),

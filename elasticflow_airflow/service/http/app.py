@@ -169,25 +169,28 @@ def _what_is_wrong(error: RequestValidationError) -> str:
 def _add_health(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/healthz", response_class=PlainTextResponse)
     async def healthz() -> str:
-        """Whether the process lives: it is to be restarted when this does not answer. Needs no token."""
+        """Liveness probe: 200 `ok` while the process runs. Needs no token."""
         return "ok"
 
     @app.get("/readyz", response_class=PlainTextResponse, responses=declared(503))
     async def readyz() -> str:
-        """Whether requests can be sent here: it can use its database. Leader and followers alike. Needs no token."""
+        """Readiness probe: 200 `ok`; 503 while a replica cannot reach its database. Needs no token.
+
+        Leader and followers are both ready. A service on SQLite is always ready.
+        """
         if parts.replicas is not None and parts.replicas.leadership.problem:
             raise Refusal(503, "database", "the service cannot use its database now", "it is tried again by itself")
         return "ok"
 
     @app.get("/v1/version")
     async def version() -> dict[str, str]:
-        """The versions of the service and of this API, and what its clock shows (``at``, UTC seconds)."""
+        """Versions of the service and of the API, and the service's clock (`at`, Unix seconds as a string)."""
         return {"version": __version__, "api": API_VERSION, "at": f"{time.time():.3f}"}
 
     @app.get("/v1/health")
     @lanes.reading
     def health() -> Health:
-        """How the service is, and who holds which slot."""
+        """Health of the service: `ok`, or `degraded` and its problems; and who holds which slot."""
         problems = parts.problems()
         with parts.store.read() as reader:
             live = reader.live_count()
@@ -212,14 +215,17 @@ def _add_snapshots(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/v1/snapshots/{sha256}", status_code=204, responses=declared(404))
     @lanes.reading
     def has_snapshot(sha256: Sha256) -> Response:
-        """Whether this code was uploaded: 204, or 404."""
+        """Check whether a code snapshot was uploaded: 204 if so, else 404."""
         if not parts.snapshots.has(sha256):
             raise Refusal(404, "snapshot_missing", f"the code {sha256} was not uploaded", "upload it")
         return Response(status_code=204)
 
     @app.put("/v1/snapshots/{sha256}", status_code=204, openapi_extra=_TAR_BODY, responses=declared(413, 507))
     async def put_snapshot(sha256: Sha256, request: Request) -> Response:
-        """Upload code: a tar archive, under the SHA-256 of its files."""
+        """Upload a code snapshot: an uncompressed tar of relative paths.
+
+        `sha256` is the SHA-256 of the tar itself, in lowercase hexadecimal.
+        """
         incoming = await run_in_threadpool(parts.snapshots.incoming)
         try:
             size = 0
@@ -255,7 +261,10 @@ def _add_nodes(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.put("/v1/nodes/{node_id}/drain", responses=declared(404))
     @lanes.changing
     def drain(node_id: NodeId, request: DrainRequest) -> Drain:
-        """Say when a node goes away, or with null that it stays."""
+        """Drain a node: its workers move elsewhere before `until_at`.
+
+        `null` cancels the drain, and uses again what was avoided of the node.
+        """
         known = sorted(node.node_id for node in parts.nodes())
         if node_id not in known:
             raise Refusal(404, "node_not_found", f"there is no node {node_id!r}", f"nodes are: {', '.join(known)}")
@@ -278,7 +287,10 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
     @app.get("/v1/jobs/{job_id}/events", responses=declared(404))
     @lanes.reading
     def job_events(job_id: JobId, after: EventId = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 200) -> list[Event]:
-        """A job's events, oldest first: what was decided, and why."""
+        """A job's events with an id above `after`, oldest first: what was decided, and why.
+
+        The next page begins after the last `event_id`.
+        """
         with parts.store.read() as reader:
             if reader.job(job_id) is None:
                 raise no_such_job(job_id)
@@ -288,7 +300,11 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
     async def stream(
         request: Request, after: EventId | None = None, job_id: OneJob | None = None, from_now: bool = False
     ) -> StreamingResponse:
-        """Events as they come (server-sent events), from an id or the header Last-Event-ID on, or from now on."""
+        """Stream of events (server-sent events): each message has `id`, `event` (the kind) and `data` (an `Event`).
+
+        It begins after the id in the header `Last-Event-ID`, else after `after`; with neither, at the oldest stored
+        event, or with `from_now` at the next one.
+        """
         last = request.headers.get("last-event-id", "")
         if re.fullmatch(r"[0-9]{1,18}", last):
             start = min(int(last), MOST_COUNT)
@@ -311,7 +327,11 @@ def _add_events_and_logs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> Non
         limit: Annotated[int, Query(ge=1, le=1 << 20)] = 1 << 16,
         incarnation: Incarnation | None = None,
     ) -> LogPiece:
-        """A piece of a worker's log, from a byte offset on. The job's secrets are left out of it while it lives."""
+        """A part of a worker's log from byte `offset`, at most `limit` bytes. The next part begins at `next_offset`.
+
+        Secrets are shown as `***`. Values of `secret_env` are deleted when the job ends: what the script printed of
+        them can then no longer be recognized.
+        """
         with parts.store.read() as reader:
             job = reader.job(job_id)
             if job is None:

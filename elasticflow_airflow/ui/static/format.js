@@ -25,11 +25,8 @@ export const momentFine = (at) =>
     ? clockFine.format(new Date(at * 1000))
     : `${day.format(new Date(at * 1000))} ${clockFine.format(new Date(at * 1000))}`;
 
-const shortDay = new Intl.DateTimeFormat([], { weekday: 'short', day: 'numeric' });
-
 export const hour = (at) => clock.format(new Date(at * 1000));
-export const date = (at) => day.format(new Date(at * 1000));
-export const onDay = (at) => shortDay.format(new Date(at * 1000));
+export const onDay = (at) => `${weekday.format(new Date(at * 1000))} ${new Date(at * 1000).getDate()}`;
 export const precise = (at) => (at === null || at === undefined ? '' : full.format(new Date(at * 1000)));
 export const iso = (at) => new Date(at * 1000).toISOString();
 

@@ -181,8 +181,8 @@ export function gantt({ history, cluster, width, from, until, unfolded }) {
     s('defs', {}, [0, 1, 2, 3, 4, 5, 6, 7, 'x'].map(hatch)),
     s('g', { class: 'names' }, names),
     s('g', { 'aria-hidden': 'true' }, beds, grid,
-      s('text', { x: left - 8, y: AXIS + 15, class: 'slot', 'text-anchor': 'end' }, width < 600 ? 'Asked' : 'Submitted'),
-      s('text', { x: left - 8, y: AXIS + LANE + 15, class: 'slot', 'text-anchor': 'end' }, width < 600 ? 'Due' : 'Deadlines')),
+      s('text', { x: left - 8, y: AXIS + 15, class: 'slot', 'text-anchor': 'end' }, 'Submitted'),
+      s('text', { x: left - 8, y: AXIS + LANE + 15, class: 'slot', 'text-anchor': 'end' }, 'Deadlines')),
     s('g', { class: 'marks' }, marks), s('g', { class: 'bars' }, bars),
     s('g', { 'aria-hidden': 'true' }, use(history, x, useTop, left), nowLine));
 }
@@ -246,7 +246,7 @@ function use(history, x, top, left) {
     s('path', { d: area(held), class: 'use-held' }),
     s('path', { d: area(computing), class: 'use-computing' }),
     s('text', { x: left - 8, y: top + 14, class: 'slot', 'text-anchor': 'end' }, 'In use'),
-    s('text', { x: left - 8, y: top + USE - 4, class: 'slot faint', 'text-anchor': 'end' }, `of ${history.slots}`),
+    s('text', { x: left - 8, y: top + 29, class: 'slot faint', 'text-anchor': 'end' }, `of ${history.slots}`),
   ];
 }
 

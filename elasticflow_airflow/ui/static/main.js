@@ -44,7 +44,7 @@ function route() {
 }
 
 function beat(error) {
-  if (error) {
+  if (error && ![403, 404].includes(error.status)) { // Those are answers.
     pulse.className = 'pulse away';
     pulse.textContent = 'Not connected';
   } else {

@@ -41,7 +41,9 @@ const OUTCOMES = {
   missed: ['Would be rejected', 'bad', '✕'],
   unknown: ['Unknown', 'quiet', '?'],
 };
-export function outcomeChip(outcome) {
+/** What will become of a forecast item; who is projected to finish after the deadline is late, and no longer at risk. */
+export function outcomeChip({ outcome, projected_at: finish, deadline_at: deadline }) {
+  if (outcome === 'at_risk' && finish && deadline && finish > deadline) return chip('Late', 'bad', '!');
   const [text, tone, mark] = OUTCOMES[outcome] ?? [outcome, 'quiet', '?'];
   return chip(text, tone, mark);
 }
@@ -79,7 +81,7 @@ export function slackChip(job) {
   if (job.slack_s < 0 || job.at_risk) {
     return chip(job.slack_s < 0 ? `${f.duration(-job.slack_s)} late` : `At risk, ${f.duration(job.slack_s)}`, 'bad', '!');
   }
-  if (!BEGUN.has(job.state)) return chip(`${f.duration(job.slack_s)} spare as planned`, 'quiet', '◷');
+  if (!BEGUN.has(job.state)) return chip(`${f.duration(job.slack_s)} spare`, 'quiet', '◷', 'As planned: it does not train yet');
   const left = job.deadline_at - f.nowS();
   return chip(`${f.duration(job.slack_s)} spare`, job.slack_s < 0.1 * left ? 'warn' : 'ok', job.slack_s < 0.1 * left ? '◷' : '✓');
 }
@@ -185,16 +187,19 @@ export const firstJob = () => [
   code(FIRST_JOB),
 ];
 
+/** A sentence for a terminal, without its marks for code. */
+const plain = (text) => (text ?? '').replaceAll('`', '');
+
 /** What went wrong, in the place where the data would be. */
 export function failure(error) {
   const told = {
     not_started: ['No service is running yet', [h('p', {}, `${error.message}: ${error.hint}.`), code(FIRST_JOB)]],
-    away: ['The service does not answer', [h('p', {}, error.message), h('p', { class: 'muted' }, error.hint), h('p', {}, 'This page tries again by itself.')]],
+    away: ['The service does not answer', [h('p', {}, f.whole(plain(error.message))), h('p', { class: 'muted' }, f.whole(plain(error.hint))), h('p', {}, 'What trains goes on. This page tries again by itself.')]],
     airflow_away: ['Airflow does not answer', [h('p', {}, 'This page tries again by itself.')]],
     no_connection: ['The connection is missing', [h('p', {}, error.message), h('p', { class: 'muted' }, error.hint)]],
     token: ['The service refuses Airflow’s token', [h('p', {}, error.message), h('p', { class: 'muted' }, error.hint)]],
     version: ['The service is of another version', [h('p', {}, error.message), h('p', { class: 'muted' }, error.hint)]],
-    job_not_found: ['There is no such job', [h('p', {}, error.message), h('p', {}, h('a', { href: '#/jobs' }, 'All jobs'))]],
+    job_not_found: ['There is no such job', [h('p', {}, 'It may have been removed after its time, belong to another cluster, or to a DAG that you may not read.'), h('p', {}, h('a', { href: '#/jobs' }, 'All jobs'))]],
   }[error.code];
   if (told) return nothingElse(told[0], told[1]);
   if (error.status === 401) return nothingElse('Your session has ended', h('p', {}, h('a', { href: '', 'data-action': 'reload' }, 'Sign in again')));

@@ -61,7 +61,7 @@ def add_doctor(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/v1/doctor")
     @lanes.looking
     def doctor() -> Diagnosis:
-        """Look over the service and its machine: what is well, what is not, and what to do."""
+        """Diagnose the service and its machine; each finding says what to do."""
         findings = [*_running(parts), *look_at_machine(parts.settings)]
         return Diagnosis(at=time.time(), version=__version__, api=API_VERSION, findings=findings)
 

@@ -38,7 +38,7 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/v1/cluster", responses=declared(501))
     @lanes.pages
     def cluster() -> ClusterNow:
-        """The cluster now: every slot, and all live jobs, each with why it has its size or waits."""
+        """Current state of the cluster: each slot and its holder, and the live jobs, each with why it has its size or waits."""
         return services().insight.cluster()
 
     @app.get("/v1/cluster/history", responses=declared(501))
@@ -48,43 +48,47 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         until_at: Moment | None = None,
         count: Annotated[int, Query(alias="parts", ge=1, le=1000)] = 96,
     ) -> ClusterHistory:
-        """What was, what is planned, and what was asked for between two moments: at most 31 days."""
+        """Past and planned allocations, and the submissions, between two times at most 31 days apart.
+
+        By default from 24 hours ago until 24 hours ahead. `parts`: number of equal intervals of the sums.
+        `complete: false`: some were left out.
+        """
         return services().insight.history(from_at, until_at, count)
 
     @app.get("/v1/jobs/{job_id}/story", responses=declared(404, 501))
     @lanes.pages
     def story(job_id: JobId, incarnation: Incarnation | None = None) -> JobStory:
-        """Everything about one incarnation of a job; by default the current one."""
+        """One incarnation of a job (default: the current one): submission, allocations, samples, workers, checkpoints."""
         return services().insight.story(job_id, incarnation)
 
     @app.get("/v1/jobs/{job_id}/runs", responses=declared(404, 501))
     @lanes.pages
     def runs(job_id: JobId, limit: Annotated[int, Query(ge=1, le=50)] = 10) -> list[RunOfTask]:
-        """A run and the last others of the same recurring task, newest first."""
+        """This run and the most recent other runs of the same task, newest first."""
         return services().insight.runs(job_id, limit)
 
     @app.post("/v1/what-if", responses=declared(404, 409, 501))
     @lanes.what_if
     def what_if(request: WhatIfRequest) -> WhatIf:
-        """The outlook with other deadlines, or with more or fewer nodes. Nothing is changed.
+        """Forecast with other deadlines, or with more or fewer nodes, beside the current one. Changes nothing.
 
-        What takes longer than some seconds to work out is refused (422, `too_large`): ask for fewer changes at once.
+        What takes more than some seconds to compute is refused (422, `too_large`): send fewer changes.
         """
         return services().what_if.ask(request)
 
     @app.post("/v1/calendar", responses=declared(501))
     @lanes.pages
     def feed(request: CalendarRequest) -> CalendarAnswer:
-        """Say when the runs of recurring tasks are due; replaces what was said of the same tasks before.
+        """Set when the next runs of recurring tasks are due; replaces the due times of the tasks named.
 
-        With `whole`, the runs to come of tasks of that namespace that are not named are forgotten.
+        With `whole`, the list is complete: due times of other tasks of that namespace are deleted.
         """
         return services().calendar.feed(request)
 
     @app.post("/v1/jobs/{job_id}/stacks", responses=declared(404))
     @lanes.looking
     def stacks(job_id: JobId) -> StackDump:
-        """What each live worker of a job is doing right now. May take some seconds."""
+        """Stack traces of all threads of each live worker, by worker id. May take several seconds."""
         parts.job_service.status(job_id)
         at = time.time()
         try:
@@ -95,7 +99,7 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/v1/capacity", responses=declared(501))
     @lanes.planning
     def report(hours: Hours = GAUGES_HOURS) -> CapacityAnswer:
-        """Which nodes nobody needs in the next hours, or how many more are wanted, and by whom. Nothing is changed."""
+        """Nodes that no job needs in the next `hours`, or how many more are needed, and by which jobs. Changes nothing."""
         if parts.capacity is None:
             raise Refusal(501, "no_forecasts", "this service answers no questions about what would be", "")
         return parts.capacity.capacity(hours)

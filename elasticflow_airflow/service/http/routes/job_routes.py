@@ -62,7 +62,11 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     async def submit(
         job_id: JobId, submission: JobSubmission, dry_run: bool = False, idempotency_key: IdempotencyKey = None
     ) -> Response:
-        """Submit a job, or attach to the live one of equal specification. With dry_run: only ask for the verdict."""
+        """Submit a job (201), or attach to it (200) if it is live, or has an unacknowledged success, and is equal.
+
+        Waits up to 10 s for the verdict (`ELASTICFLOW_VERDICT_WAIT_S`); until then, its `decision` is `undecided`. With
+        `dry_run`, only returns the verdict.
+        """
         if dry_run:
             forecasts = _forecasts(parts)
             return _json(await lanes.planning.run(partial(forecasts.dry_run, job_id, submission)))
@@ -77,7 +81,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.post("/v1/jobs/{job_id}/attach", responses=declared(404))
     @lanes.changing
     def attach(job_id: JobId, request: AttachRequest) -> Attachment:
-        """Take a new claim on the current incarnation of a job."""
+        """Take over a job without submitting it: returns a new claim, and makes earlier ones stale."""
         return job_service.attach(job_id, request.lease_s)
 
     @app.get("/v1/jobs", response_model=list[JobStatus], responses=_LIST)
@@ -95,12 +99,11 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         text: SearchText | None = None,
         cursor: Annotated[str | None, Query(max_length=400)] = None,
     ) -> Response:
-        """List jobs, newest first: the newest of those that all of this is true of.
+        """List the jobs that match all filters, newest first.
 
-        dag_id may be given several times: for jobs of any of these DAGs. Each of up to ten words of text must occur in
-        the id, DAG, task, run or state of a job. A page has at most 1,000 jobs, by default 100, which is the size to
-        ask for where somebody waits: the time goes with it. With as many jobs as the limit, the answer's header Link
-        names the next page.
+        Repeat `dag_id` to match any of several DAGs. `text`: up to ten words, each of which must occur in the id, DAG,
+        task, run or state of a job. Large pages are slower. If a page is full, the header `Link` (`rel="next"`) has the
+        address of the next one.
         """
         given = {"namespace": namespace, "run_id": run_id, "task_id": task_id, "map_index": map_index}
         shared = {part: value for part, value in given.items() if value is not None}
@@ -115,12 +118,16 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
 
     @app.get("/v1/jobs/{job_id}", response_model=JobStatus, responses=declared(404))
     async def status(job_id: JobId) -> Response:
-        """Everything about one job."""
+        """Status of a job: state, verdict, progress, result."""
         return _json(await statuses.ask(job_id))
 
     @app.patch("/v1/jobs/{job_id}", response_model=AmendAnswer, responses=declared(404, 409))
     async def amend(job_id: JobId, request: AmendRequest) -> Response:
-        """Change a job's deadline or value, if that can be promised. Needs its claim."""
+        """Change a job's deadline or value. Needs its claim.
+
+        If it cannot be promised, the answer is 200 with `accepted: false` and `earliest_deadline_at`. Of a job that has
+        failed, was rejected or cancelled, it changes the next attempt.
+        """
         amendment_id = await lanes.changing.run(partial(job_service.amend, job_id, request))
         answer = await answers.wait(amendment_id, wait_s)
         if answer is None:
@@ -130,24 +137,31 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.post("/v1/jobs/{job_id}/cancel", responses=declared(404, 409))
     @lanes.changing
     def cancel(job_id: JobId, request: ClaimRequest) -> JobStatus:
-        """Cancel a job, once its workers have saved and left. Needs its claim."""
+        """Request that a job is cancelled. Needs its claim.
+
+        Returns at once; the job is `cancelled` when its workers have saved and left. Does nothing to a job that has
+        ended.
+        """
         return job_service.cancel(job_id, request.claim, request.reason)
 
     @app.post("/v1/jobs/{job_id}/acknowledge", responses=declared(404, 409))
     @lanes.changing
     def acknowledge(job_id: JobId, request: ClaimRequest) -> JobStatus:
-        """Say that a success was recorded: the next submit trains anew. Needs its claim."""
+        """Confirm that the caller has recorded the success, so that the next submit trains again. Needs its claim."""
         return job_service.acknowledge(job_id, request.claim)
 
     @app.post("/v1/jobs/{job_id}/lease", response_model=JobStatus, responses=declared(404, 409))
     async def lease(job_id: JobId, request: ClaimRequest) -> Response:
-        """Renew a job's lease, and look at it. Needs its claim."""
+        """Renew a job's lease and return its status. Needs its claim.
+
+        Poll with this call: without it, the job is parked after `lease_s` and cancelled after another `orphan_s`.
+        """
         return _json(await renewals.ask((job_id, request.claim)))
 
     @app.post("/v1/forecast", responses=declared(501))
     @lanes.planning
     def forecast(request: ForecastRequest) -> ForecastAnswer:
-        """What will become of everything that is due in the next hours, planned runs included."""
+        """Forecast of all deadlines in the next `hours`: live jobs, expected runs, and the `planned` runs of the request."""
         return _forecasts(parts).forecast(request.hours, request.planned)
 
 

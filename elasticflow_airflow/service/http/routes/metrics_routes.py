@@ -47,7 +47,7 @@ def add_metrics(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     @lanes.pages
     def metrics() -> Response:
-        """Metrics in Prometheus' text format; the token for metrics is enough."""
+        """Metrics in Prometheus' text format. The metrics token is enough."""
         return Response(generate_latest(registry) + generate_latest(PROCESS), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -29,15 +29,19 @@ def add_owners(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
         after: OneJob | None = None,
         limit: Annotated[int, Query(ge=1, le=MOST_OWNERS)] = MOST_OWNERS,
     ) -> OwnedJobs:
-        """The live jobs of a namespace with their claims, for an Airflow to say what has become of their tasks."""
+        """Live jobs of a namespace with their claims, by id, for Airflow to check against its task instances.
+
+        The next page begins after `next_after`.
+        """
         return owner_service.owned(namespace, after or "", limit)
 
     @app.post(OWNERS_PATH)
     @lanes.changing
     def report_owners(report: OwnersReport) -> OwnersAnswer:
-        """Say which task instances are there, have ended for good, or were deleted: jobs of the latter are cancelled.
+        """Report whether task instances exist, have ended for good, or were deleted.
 
-        Only with the claim that was told, and a deletion only by the Airflow that has said before that it is there.
+        Jobs of ended and deleted ones are cancelled if the reported claim is still current. A deletion is accepted only
+        from the Airflow that reported before that the task instance exists.
         """
         return owner_service.report(report)
 
@@ -46,5 +50,5 @@ def add_owners(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     def unowned_jobs(
         silent_s: Annotated[float, Query(gt=0, le=1e9, allow_inf_nan=False)] = SILENT_S,
     ) -> list[UnownedJob]:
-        """Live jobs whose Airflow task is gone, or for which nobody has asked for so many seconds."""
+        """Live jobs whose Airflow task is gone, or for which no client has asked for `silent_s` seconds."""
         return owner_service.unowned(silent_s)

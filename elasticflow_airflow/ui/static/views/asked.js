@@ -61,6 +61,6 @@ export function asked({ submission }) {
   const said = rows(submission);
   return card('What was asked for', null,
     said.length ? h('dl', { class: 'asked' }, said.map(([name, value]) => [h('dt', {}, name), h('dd', {}, value)])) : null,
-    arithmetic ? h('pre', { class: 'code', tabindex: 0, 'data-key': 'arithmetic', 'aria-label': 'How the deadline came about' }, arithmetic) : null,
+    arithmetic ? h('pre', { class: 'code wrapped', tabindex: 0, 'data-key': 'arithmetic', 'aria-label': 'How the deadline came about' }, arithmetic) : null,
     fold('raw', 'As it was submitted', h('dl', { class: 'asked raw' }, raw.map(([name, value]) => [h('dt', {}, name), h('dd', {}, h('code', {}, /_at$/.test(name) && typeof value === 'number' ? f.precise(value) : flat(value)))]))));
 }

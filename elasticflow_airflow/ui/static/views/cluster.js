@@ -21,6 +21,8 @@ const ATTENTION_MS = 10000;
 const RESTING_MS = 250;
 const YOUNG_S = 1200;
 const LEAST_S = 120;
+const [MANY_ITEMS, MOST_ITEMS] = [8, 40];
+const MANY_DAGS = 8;
 const DAY_S = 86400;
 const STEERING = {
   earlier: { label: 'Earlier', sign: '◂', act: (frame, now) => frame.move(-0.5, now) },
@@ -98,7 +100,7 @@ export function open({ main, refresh }) {
       nothing ? empty('No training has asked for this cluster yet', firstJob()) : null,
       timeline(history), nothing ? null : [h('div', { class: 'columns', 'data-key': 'columns' }, outlook(forecast), byDag(week)), asks(week)], replicas(cluster));
     view.hasShown = true;
-    if (!nothing && week.value) charts(week.value);
+    if (!nothing && week.value) charts(week.value, main);
   }
 
   async function toBestEffort({ dag, job, claim }) {
@@ -119,7 +121,7 @@ export function open({ main, refresh }) {
   function timeline(feed) {
     const { from, until } = frame.at(cluster.at);
     const history = feed.value ?? unknownYet(cluster, from, until);
-    const width = Math.max(300, main.clientWidth - 34);
+    const width = Math.max(240, main.querySelector('.gantt-box')?.clientWidth ?? main.clientWidth - 74);
     return card('Jobs on slots', null,
       h('div', { class: 'bar-line' },
         h('fieldset', { class: 'choice' }, h('legend', { class: 'visually-hidden' }, 'Time shown'),
@@ -206,14 +208,16 @@ export function whoDecides({ epoch, leader, elected_at: since, change, failed_ov
 function overview(cluster, { value: week }, forecast) {
   const taken = cluster.slots.filter((slot) => slot.job_id || slot.busy).length;
   const computing = cluster.jobs.filter((job) => job.state === 'running').reduce((all, job) => all + job.workers, 0);
+  const visible = new Set(cluster.jobs.map((job) => job.job_id));
+  const others = cluster.slots.filter((slot) => (slot.job_id ? !visible.has(slot.job_id) : slot.busy)).length;
   const running = cluster.jobs.filter((job) => job.state === 'running').length;
   const waiting = cluster.jobs.filter((job) => isLive(job) && job.state !== 'running').length;
   const judged = week?.by_dag.reduce((all, one) => all + one.judged, 0);
   const met = week?.by_dag.reduce((all, one) => all + one.met, 0);
   const draining = new Set(cluster.slots.filter((slot) => slot.draining_until).map((slot) => slot.node_id)).size;
   return tiles(
-    ['Slots in use', h('span', {}, `${taken}`, h('small', {}, ` of ${cluster.slots.length}`)), draining ? `${f.plural(draining, 'node')} leaving` : `${computing} computing`],
-    ['Jobs', h('span', {}, `${running}`, h('small', {}, ' running')), waiting ? `${waiting} waiting` : cluster.hidden_jobs ? `${cluster.hidden_jobs} of other teams` : 'none waits'],
+    ['Slots in use', h('span', {}, `${taken}`, h('small', {}, ` of ${cluster.slots.length}`)), draining ? `${f.plural(draining, 'node')} leaving` : `${computing} computing${others > 0 ? `, ${others} of other teams` : ''}`],
+    ['Jobs', h('span', {}, `${running}`, h('small', {}, ' running')), [waiting ? `${waiting} not running` : '', cluster.hidden_jobs ? `${cluster.hidden_jobs} of other teams` : ''].filter(Boolean).join(', ') || 'none waits'],
     nextDay(cluster, forecast),
     ['Deadlines met, 7 days', judged ? f.percent(met / judged) : '–', judged ? `${f.number(met)} of ${f.number(judged)}` : week ? 'none due yet' : 'loading…'],
   );
@@ -227,7 +231,7 @@ export function nextDay({ jobs }, { value: forecast, error }) {
   if (error) return [title, '–', lateNow ?? 'the forecast did not come', late ? 'bad' : 'warn'];
   if (!forecast) return [title, '–', lateNow ?? 'loading…', late ? 'bad' : null];
   const open = forecast.items.length - forecast.kept - forecast.not_kept;
-  const failing = forecast.not_kept ? `${forecast.not_kept} will not make it` : lateNow;
+  const failing = forecast.not_kept >= Math.max(1, late) ? `${forecast.not_kept} will not make it` : lateNow;
   return [title, h('span', {}, `${forecast.kept}`, h('small', {}, ` of ${forecast.items.length} on track`)),
     failing ?? (open ? `${open} not known yet` : forecast.items.length ? 'nothing at risk' : 'nothing is due'), failing ? 'bad' : null];
 }
@@ -235,20 +239,26 @@ export function nextDay({ jobs }, { value: forecast, error }) {
 function outlook(feed) {
   const forecast = feed.error ? null : feed.value; // An old forecast would be a promise that nobody makes any more.
   if (!forecast) return card('Next 24 hours', feed.error ? 'Unknown: the forecast did not come.' : null, feedNote(feed, 'forecast'));
-  const byDag = group(forecast.items, (item) => item.dag_id);
+  const failing = forecast.items.filter((item) => item.outcome !== 'kept');
+  const kept = forecast.items.filter((item) => item.outcome === 'kept');
+  const shown = [...failing, ...kept].slice(0, Math.max(failing.length, MANY_ITEMS)).slice(0, MOST_ITEMS);
+  const rest = forecast.items.filter((item) => !shown.includes(item));
   const inside = forecast.items.length
-    ? h('div', { class: 'scroll', tabindex: 0, role: 'group', 'aria-label': 'Forecast by DAG' }, [...byDag].map(([dag, items]) => h('section', { class: 'dag', 'data-key': `dag-${dag}` },
-        h('h3', {}, h('span', { class: `swatch c${colourOf(dag)}`, 'aria-hidden': 'true' }), dag),
-        h('ul', { class: 'items' }, items.map((item) => h('li', {},
-          h('div', { class: 'item-line' },
-            item.job_id ? h('a', { href: jobLink({ dag_id: item.dag_id }, item.job_id) }, item.task.slice(dag.length + 1) || item.task) : h('span', {}, item.task.slice(dag.length + 1) || item.task),
-            item.kind === 'expected' ? null : chip('Live', 'quiet'), outcomeChip(item.outcome)),
-          h('div', { class: 'muted small' }, item.kind === 'expected' ? ['due ', time(item.due_at), ', '] : null, item.projected_at ? ['finish ', time(item.projected_at), ', '] : null, item.deadline_at ? ['deadline ', time(item.deadline_at)] : 'no deadline known',
-            item.outcome === 'missed' && item.earliest_deadline_at ? ['; earliest feasible: ', time(item.earliest_deadline_at)] : null,
-            item.outcome !== 'kept' && item.reason ? h('div', {}, f.whole(item.reason)) : null)))))))
+    ? [dueByDag(shown), rest.length ? fold('on-track', f.plural(rest.length, 'more'), dueByDag(rest)) : null]
     : h('p', { class: 'quiet-note' }, 'Recurring tasks appear here once they have run, or when their DAG tells its next runs.');
   return card('Next 24 hours', f.whole(forecast.summary), inside);
 }
+
+/** What is due, by DAG, in the order of the first of each. */
+const dueByDag = (items) => [...group(items, (item) => item.dag_id)].map(([dag, some]) => h('section', { class: 'dag', 'data-key': `dag-${dag}` },
+  h('h3', {}, h('span', { class: `swatch c${colourOf(dag)}`, 'aria-hidden': 'true' }), dag),
+  h('ul', { class: 'items' }, some.map((item) => h('li', {},
+    h('div', { class: 'item-line' },
+      item.job_id ? h('a', { href: jobLink({ dag_id: item.dag_id }, item.job_id) }, item.task.slice(dag.length + 1) || item.task) : h('span', {}, item.task.slice(dag.length + 1) || item.task),
+      item.kind === 'expected' ? chip('Expected', 'quiet') : null, outcomeChip(item)),
+    h('div', { class: 'muted small' }, item.kind === 'expected' ? ['starts ', time(item.due_at), ', '] : null, item.projected_at ? ['finish ', time(item.projected_at), ', '] : null, item.deadline_at ? ['deadline ', time(item.deadline_at)] : 'no deadline known',
+      item.outcome === 'missed' && item.earliest_deadline_at ? ['; earliest feasible: ', time(item.earliest_deadline_at)] : null,
+      item.outcome !== 'kept' && item.reason ? h('div', {}, f.whole(item.reason)) : null))))));
 
 function group(items, by) {
   const made = new Map();
@@ -285,11 +295,12 @@ function asks(feed) {
   const week = feed.value;
   if (!week) return null; // Its card beside the forecast says why.
   const refused = week.admissions.filter((one) => one.decision === 'rejected').sort((a, b) => b.submitted_at - a.submitted_at).slice(0, 5);
+  const started = group(week.admissions.filter((one) => one.started_at !== null), (one) => one.dag_id).size;
   return card('Submissions and waiting, last 7 days', null,
     left('asks-cut', 'So much was submitted that only those are shown that came after ', week.admissions_from_at),
     h('div', { class: 'columns', 'data-key': 'asks' },
       h('figure', {}, h('figcaption', {}, 'Submissions by day'), place('chart-days', 'Bar chart: submissions by day and verdict; the table below has the numbers', 200)),
-      h('figure', {}, h('figcaption', {}, 'From submission to the first step'), place('chart-waits', 'Box plot: waiting time by DAG; the median is in the table by DAG', 200))),
+      h('figure', {}, h('figcaption', {}, 'From submission to the first step', started > MANY_DAGS ? `, ${MANY_DAGS} of ${started} DAGs` : ''), place('chart-waits', 'Box plot: waiting time by DAG; the median is in the table by DAG', 200))),
     refused.length ? h('div', { class: 'refused', 'data-key': 'refused' }, h('h3', {}, 'Last rejections'), h('ul', { class: 'items' }, refused.map((one) => h('li', {},
       h('div', { class: 'item-line' }, h('a', { href: jobLink(one, one.job_id) }, `${one.dag_id} · ${one.task_id}`), h('span', { class: 'muted nowrap' }, time(one.submitted_at)), chip('Rejected', 'bad', '✕')),
       h('div', { class: 'muted small' }, f.whole(one.reason)))))) : null,
@@ -299,12 +310,12 @@ function asks(feed) {
         one.started_at === null ? '–' : f.duration(one.started_at - one.submitted_at), time(one.deadline_at), time(one.finished_at), f.sentence(one.reason)] })))));
 }
 
-function charts(week) {
+function charts(week, main) {
   const days = [];
   const midnight = new Date(week.from_at * 1000);
   midnight.setHours(0, 0, 0, 0);
   for (const at = midnight; at.getTime() / 1000 < week.until_at; at.setDate(at.getDate() + 1)) days.push(at.getTime() / 1000);
-  const labels = days.map((at) => f.date(at));
+  const labels = days.map((at) => (main.clientWidth < 560 ? String(new Date(at * 1000).getDate()) : f.onDay(at)));
   draw('chart-days', (c) => ({
     data: KINDS.map(([decision, colour, name]) => {
       const y = days.map((from, at) => week.admissions.filter((one) => one.decision === decision && one.submitted_at >= from && one.submitted_at < (days[at + 1] ?? Infinity)).length);
@@ -317,7 +328,7 @@ function charts(week) {
   const most = Math.max(10, ...all);
   const waits = group(week.admissions.filter((one) => one.started_at !== null), (one) => one.dag_id);
   draw('chart-waits', (c) => ({
-    data: [...waits].slice(0, 8).map(([dag, all]) => ({
+    data: [...waits].slice(0, MANY_DAGS).map(([dag, all]) => ({
       type: 'box', orientation: 'h', name: dag, x: all.map((one) => Math.max(0.5, one.started_at - one.submitted_at)), y: all.map(() => dag), boxpoints: 'all', jitter: 0.5, pointpos: 0,
       marker: { size: 3.5, color: c.muted, opacity: 0.7 }, line: { width: 1.4, color: c.accent }, fillcolor: c.soft, hovertemplate: '%{x:.0f} s<extra></extra>',
     })),

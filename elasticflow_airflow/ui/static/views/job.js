@@ -66,9 +66,9 @@ export function open({ main, rest: [dag, job], refresh }) {
         h('h1', {}, jobName(identity), ' ', stateChip(status)),
         h('p', { class: 'muted small run' }, identity.run_id, story.incarnations > 1 ? attempts(story) : null)),
       h('div', { class: 'buttons', 'data-noexport': '' },
-        h('button', { type: 'button', class: 'button', 'data-action': 'export' }, 'Save as page'),
-        h('a', { class: 'button', href: api.traceAddress(dag, job, state.incarnation), download: '' }, 'Save trace'),
         live && story.may_edit ? h('button', { type: 'button', class: 'button', 'data-action': 'amend' }, 'Change deadline') : null,
+        h('button', { type: 'button', class: 'button', 'data-action': 'export' }, 'Save as page'),
+        trained(story) ? h('a', { class: 'button', href: api.traceAddress(dag, job, state.incarnation), download: '' }, 'Save trace') : null,
         live && story.may_edit ? h('button', { type: 'button', class: 'button bad', 'data-action': 'cancel' }, 'Cancel job') : null));
   }
 
@@ -160,7 +160,7 @@ function canBeDone(story) {
       story.may_edit ? choices(status) : null,
       h('a', { class: 'button small-button', href: '#/what-if' }, 'What if other deadlines moved'),
       h('a', { class: 'button small-button', href: airflowTask(status.identity), 'data-outside': '' }, 'Open the task')),
-    h('p', { class: 'small muted' }, 'A new deadline holds for later attempts of this run. To change it for every run, change it in the DAG.'));
+    h('p', { class: 'small muted' }, 'The deadline on offer is as far from now as the earliest feasible one was from the submission: whether it can be promised is decided when the task has started again. It holds for later attempts of this run. To change it for every run, change it in the DAG.'));
 }
 
 const why = (story) => story.why ? h('p', { class: 'callout', 'data-key': 'why' }, f.whole(story.why)) : null;
@@ -186,7 +186,7 @@ function numbers(story) {
     weightsTile(status),
     ['Steps per second', status.steps_per_s ? f.number(status.steps_per_s) : '–', [status.loss !== null ? `loss ${f.number(status.loss)}` : 'no loss reported', story.samples_per_s ? `, ${f.number(story.samples_per_s)} samples/s` : '',
       story.noise_scale ? h('span', { title: 'Gradient noise scale, in samples: global batches beyond it pay little' }, `, noise scale ${f.number(story.noise_scale)}`) : null]],
-    [live ? 'Projected finish' : 'Ended', [time(live ? status.projected_finish_at : ended), late ? h('small', {}, ' 95 % likely by ', time(late)) : null], status.deadline_at === null ? 'best effort' : h('span', {}, 'deadline ', time(status.deadline_at))],
+    [live ? 'Projected finish' : 'Ended', [time(live ? status.projected_finish_at : ended), late ? h('small', { class: 'nowrap' }, ' 95 % by ', time(late)) : null], status.deadline_at === null ? 'best effort' : h('span', {}, 'deadline ', time(status.deadline_at))],
     ['Slack', slackChip(status), live && status.deadline_at !== null ? untilDeadline(status.deadline_at) : ''],
     status.result ? ['Slot hours', f.number(status.result.gpu_seconds / 3600), f.plural(status.result.rescales, 'rescale')] : ['Submitted', time(status.submitted_at), `${f.duration(f.nowS() - status.submitted_at)} ago`],
   ));
@@ -241,13 +241,13 @@ function comparison(feed, status, { runs: most, beside }) {
     h('div', { class: 'bar-line', 'data-noexport': '' },
       h('label', {}, 'Compare with ', h('select', { class: 'input', 'data-change': 'beside', 'data-key': 'beside' }, h('option', { value: '' }, 'all recent runs'), others.map((run) => h('option', { value: runKey(run), selected: runKey(run) === beside }, `the run of ${f.moment(run.submitted_at)}`)))),
       runs.length >= most && most < MANY_RUNS ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'older-runs' }, 'Older runs') : null),
-    place('chart-runs', 'Line chart: loss by time since the start, this run and the last ones', 220),
+    status.state === 'rejected' ? null : place('chart-runs', 'Line chart: loss by time since the start, this run and the last ones', 220),
     table('Runs of this task', [['Run', ''], ['State', ''], ['Took', 'number'], ['Steps', 'number'], ['Loss', 'number'], ['Slot hours', 'number'], ['Rescales', 'number']], runs.map((run) => ({ key: runKey(run), attributes: attributes(run), cells: [
-      isThis(run) ? h('span', {}, 'this run') : h('a', { href: jobLink(status.identity, run.job_id), title: run.run_id }, f.moment(run.submitted_at)),
-      run.met === false ? chip('Late', 'bad', '✕') : stateChip(run), run.started_at ? f.duration((run.finished_at ?? f.nowS()) - run.started_at) : '–', f.number(run.steps), f.number(run.final_loss ?? (isThis(run) ? status.loss : null)), f.number(run.slot_s / 3600), f.number(run.rescales)] })), { kind: 'dense' }));
+      isThis(run) ? h('span', {}, 'this run, ', f.moment(run.submitted_at)) : h('a', { href: jobLink(status.identity, run.job_id), title: run.run_id }, f.moment(run.submitted_at)),
+      run.met === false ? chip('Late', 'bad', '✕') : stateChip(run), run.started_at ? f.duration((run.finished_at ?? f.nowS()) - run.started_at) : '–', f.number(run.steps), f.number(run.steps ? run.final_loss ?? (isThis(run) ? status.loss : null) : null), f.number(run.slot_s / 3600), f.number(run.rescales)] })), { kind: 'dense' }));
 }
 
 const checkpoints = (story) => card('Checkpoints', null, story.checkpoints.length
   ? table('Checkpoints', [['Step', 'number'], ['Written', 'nowrap'], ['Age', 'number'], ['Size', 'number'], ['Status', ''], ['Path', 'wide']], story.checkpoints.slice().sort((a, b) => b.step - a.step).map((one) => ({ key: `${one.generation}-${one.step}`, cells: [
-      f.number(one.step), time(one.at), one.at === null ? '–' : f.duration(f.nowS() - one.at), f.bytes(one.size_bytes), one.promoted ? chip('Promoted', 'ok', '✓', 'Airflow may use it') : chip(one.status || 'Candidate', 'quiet'), h('code', { class: 'path', title: one.digest }, one.path)] })), { kind: 'dense' })
+      f.number(one.step), time(one.at), one.at === null ? '–' : f.duration(f.nowS() - one.at), f.bytes(one.size_bytes), one.promoted ? chip('Promoted', 'ok', '✓', 'Airflow may use it') : chip(f.whole(one.status || 'candidate').slice(0, -1), 'quiet'), h('code', { class: 'path', title: one.digest }, one.path)] })), { kind: 'dense' })
   : h('p', { class: 'quiet-note' }, 'No checkpoint has been written yet.'));

@@ -15,7 +15,7 @@ function steps(spans, now) {
     x.push(wall(span.from_at), wall(until));
     y.push(span.workers, span.workers);
     const next = sorted[at + 1];
-    if (!next || next.from_at > until + 1) {
+    if (span.until_at !== null && (!next || next.from_at > until + 1)) {
       x.push(wall(until));
       y.push(0);
     }
@@ -40,7 +40,10 @@ export function drawStory({ status, generations, planned, samples }) {
       shapes.push(line(status.deadline_at, c.bad, 'solid'));
       note(status.deadline_at, 'deadline', c.bad);
     }
-    if (now < last && planned.length) shapes.push(line(now, c.muted, 'dot'));
+    if (now < last && planned.length) {
+      shapes.push(line(now, c.muted, 'dot'));
+      note(now, 'now', c.muted);
+    }
     if (status.target_loss !== null) shapes.push({ type: 'line', xref: 'paper', yref: 'y2', x0: 0, x1: 1, y0: status.target_loss, y1: status.target_loss, line: { color: c.ok, width: 1.2, dash: 'dash' } });
     return {
       data: [
@@ -70,12 +73,12 @@ export function drawCurve({ curve, status }) {
     const at = now ? (now.measured_steps_per_s ?? now.reckoned_steps_per_s) : null;
     return {
       data: [
-        { x, y: x.map((workers) => (one === null ? null : workers * one)), name: 'linear', mode: 'lines', line: { color: c.border, width: 1.4, dash: 'dot' }, hoverinfo: 'skip' },
+        { x, y: x.map((workers) => (one === null ? null : workers * one)), name: 'linear', mode: 'lines', line: { color: c.muted, width: 1.2, dash: 'dot' }, hoverinfo: 'skip' },
         { x, y: curve.map((point) => point.reckoned_steps_per_s), name: 'assumed', mode: 'lines', line: { color: c.accent, width: 1.8 }, hovertemplate: '%{y:.3g} assumed<extra></extra>' },
         { x, y: curve.map((point) => point.measured_steps_per_s), name: 'measured', mode: 'markers', marker: { color: c.accent, size: 9, line: { color: c.card, width: 1.5 } }, hovertemplate: '%{y:.3g} measured<extra></extra>' },
         { x: at === null ? [] : [status.workers], y: at === null ? [] : [at], name: 'now', mode: 'markers', marker: { color: 'rgba(0,0,0,0)', size: 17, line: { color: c.accent, width: 1.6 } }, hoverinfo: 'skip' },
       ],
-      layout: { showlegend: true, margin: { l: 48, r: 12, t: 28, b: 38 }, xaxis: { type: 'log', tickvals: x, ticktext: x.map(String), title: 'workers' }, yaxis: { title: 'steps/s', rangemode: 'tozero', nticks: 5 } },
+      layout: { showlegend: true, margin: { l: 48, r: 12, t: 28, b: 38 }, xaxis: { type: 'log', tickvals: x, ticktext: x.map(String), title: 'workers' }, yaxis: { type: 'log', title: 'steps/s', dtick: 'D2' } },
     };
   }, JSON.stringify([curve, status.workers])).catch(tell);
 }

@@ -156,7 +156,7 @@ export function open({ main, context, refresh }) {
       h('input', { type: 'search', class: 'input', placeholder: 'DAG, task, run or state', 'aria-label': 'Filter jobs', 'data-input': 'text', 'data-key': 'text' }),
       narrowed ? null : choose('dag', 'DAG', 'All DAGs', dags.map((dag) => [dag, f.middle(dag, 40)]), state.dag),
       choose('state', 'State', 'Any state', Object.entries(STATE_NAMES), state.state),
-      h('span', { class: 'when-narrow' }, choose('order', 'Sort by', 'Sort: most urgent', Object.keys(SORTS).map((name) => [name, `Sort: ${name.toLowerCase()}`]), state.sort)));
+      h('span', { class: 'when-narrow' }, choose('order', 'Sort by', 'Sort: earliest deadline', Object.keys(SORTS).map((name) => [name, `Sort: ${name.toLowerCase()}`]), state.sort)));
   }
 
   function render() {

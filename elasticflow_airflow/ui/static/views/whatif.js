@@ -90,15 +90,15 @@ export function open({ main, refresh }) {
         const at = moved ? wanted.deadlines.get(job.job_id) : job.deadline_at;
         const verdict = moved ? got.answer?.verdicts.find((one) => one.job_id === job.job_id)?.verdict : null;
         const id = `at-${job.job_id}`;
-        const button = (minutes, text) => h('button', { type: 'button', class: 'button small-button', 'data-action': 'shift', 'data-job': job.job_id, value: minutes, 'aria-label': `${jobName(job.identity)}: deadline ${Math.abs(minutes)} minutes ${minutes < 0 ? 'earlier' : 'later'}` }, text);
+        const button = (minutes, text) => h('button', { type: 'button', class: 'button small-button', disabled: (at ?? job.projected_finish_at ?? f.nowS()) + 60 * minutes < f.nowS(), 'data-action': 'shift', 'data-job': job.job_id, value: minutes, 'aria-label': `${jobName(job.identity)}: deadline ${Math.abs(minutes)} minutes ${minutes < 0 ? 'earlier' : 'later'}` }, text);
         return h('li', { 'data-key': job.job_id },
-          h('div', { class: 'matter' }, shortName(job.identity, jobLink(job.identity, job.job_id)), h('span', { class: 'muted small nowrap' }, ' finish ', time(job.projected_finish_at), ' '), slackChip(job)),
+          h('div', { class: 'matter' }, shortName(job.identity, jobLink(job.identity, job.job_id)), ' ', h('span', { class: 'muted small nowrap' }, 'finish ', time(job.projected_finish_at)), ' ', slackChip(moved ? { ...job, deadline_at: at, slack_s: at === null || job.projected_finish_at === null ? null : at - job.projected_finish_at, at_risk: false } : job)),
           h('div', { class: 'move' }, h('label', { class: 'visually-hidden', for: id }, `Deadline of ${jobName(job.identity)}`),
-            button(-30, '−30 min'), h('input', { type: 'datetime-local', id, class: 'input', value: at === null ? '' : f.toInput(at), 'data-change': 'deadline', 'data-job': job.job_id, 'data-key': id }), button(30, '+30 min'),
+            button(-30, '−30 min'), h('input', { type: 'datetime-local', id, class: 'input', value: at === null ? '' : f.toInput(at), min: f.toInput(f.nowS() + 60), 'data-change': 'deadline', 'data-job': job.job_id, 'data-key': id }), button(30, '+30 min'),
             moved ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'undo', 'data-job': job.job_id }, 'Undo') : null),
           at === null ? null : slider(job, at, shown),
-          verdict ? h('div', { class: 'verdict' }, decisionChip(verdict.decision), h('span', { class: 'small' }, f.whole(verdict.reason)),
-            verdict.decision === 'rejected' && verdict.earliest_deadline_at ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'earliest', 'data-job': job.job_id, value: verdict.earliest_deadline_at }, `Try ${f.moment(verdict.earliest_deadline_at)}`) : null,
+          verdict ? h('div', { class: 'verdict' }, verdict.decision === 'rejected' ? chip('Refused', 'bad', '✕') : decisionChip(verdict.decision), h('span', { class: 'small' }, f.whole(verdict.reason)),
+            verdict.decision === 'rejected' && verdict.earliest_deadline_at ? h('button', { type: 'button', class: 'button small-button', 'data-action': 'earliest', 'data-job': job.job_id, value: verdict.earliest_deadline_at }, `Try ${f.moment(verdict.earliest_deadline_at + 60)}`) : null,
             verdict.decision !== 'rejected' && cluster.may_edit.includes(job.identity.dag_id) ? h('button', { type: 'button', class: 'button small-button primary', 'data-action': 'apply', 'data-job': job.job_id }, 'Apply') : null) : null);
       }))
     : empty('No job is live', firstJob()));
@@ -110,7 +110,7 @@ export function open({ main, refresh }) {
       h('div', { class: 'stepper' }, h('span', { id: 'more-label' }, 'More nodes', h('span', { class: 'muted small' }, ` of ${f.plural(largest, 'slot')} each`)),
         h('span', { role: 'group', 'aria-labelledby': 'more-label' }, h('button', { type: 'button', class: 'button small-button', 'data-action': 'fewer', 'aria-label': 'One node fewer', disabled: wanted.extra === 0 }, '−'),
           h('output', { 'aria-live': 'polite' }, String(wanted.extra)), h('input', { type: 'range', class: 'drag', min: 0, max: Math.max(EXTRA_TO_DRAG, wanted.extra), value: wanted.extra, 'aria-label': 'More nodes', 'data-input': 'extra', 'data-key': 'extra' }), h('button', { type: 'button', class: 'button small-button', 'data-action': 'more', 'aria-label': 'One node more' }, '+'))),
-      h('fieldset', { class: 'nodes scroll' }, h('legend', {}, 'Current nodes'), nodes.map((node) => {
+      h('fieldset', { class: 'nodes scroll' }, h('legend', {}, 'Current nodes: clear one to plan without it'), nodes.map((node) => {
         const slots = cluster.slots.filter((slot) => slot.node_id === node);
         const held = slots.filter((slot) => slot.job_id || slot.busy).length;
         return h('label', { class: 'check', 'data-key': node }, h('input', { type: 'checkbox', 'data-change': 'node', value: node, checked: !wanted.without.has(node), 'data-key': `in-${node}` }), ` ${node}`, h('span', { class: 'muted small' }, ` ${held} of ${slots.length} in use`));
@@ -135,13 +135,13 @@ export function open({ main, refresh }) {
     const shownRows = changed() ? rows.filter(differs) : sorted.filter((row, at) => failing(row) || at < MANY);
     const rest = changed() ? rows.filter((row) => !differs(row)) : sorted.filter((row) => !shownRows.includes(row));
     const moved = (was, is) => (is && was && Math.abs(is - was) > 60 ? h('span', {}, h('s', { class: 'muted' }, f.moment(was)), ' ', time(is)) : time(is ?? was ?? null));
-    const outlookTable = (some, name) => table(name, [['Task', ''], ['Due', 'nowrap'], ['As things are', ''], ['Then', ''], ['Finish', 'nowrap'], ['Deadline', 'nowrap'], ['Why', 'wide']], some.map(({ key, was, is, refused: no }) => {
+    const outlookTable = (some, name) => table(name, [['Task', ''], ['Starts', 'nowrap'], ['As things are', ''], ['Then', ''], ['Finish', 'nowrap'], ['Deadline', 'nowrap'], ['Why', 'wide']], some.map(({ key, was, is, refused: no }) => {
       const shown = itemOf({ key, was, is });
       return { key, attributes: differs({ was, is, refused: no }) ? { class: 'changed' } : {}, cells: [
         h('span', { 'data-tip': shown.task.length > 44 ? shown.task : null }, f.middle(shown.task, 44)),
-        shown.kind === 'expected' ? time(shown.due_at) : 'live', was ? outcomeChip(was.outcome) : '–', no ? chip('Refused', 'bad', '✕') : is ? outcomeChip(is.outcome) : '–',
+        shown.kind === 'expected' ? time(shown.due_at) : 'live', was ? outcomeChip(was) : '–', no ? chip('Refused', 'bad', '✕') : is ? outcomeChip(is) : '–',
         moved(was?.projected_at, is?.projected_at ?? shown.projected_at),
-        no ? h('span', {}, h('s', { class: 'muted' }, f.moment(wanted.deadlines.get(key) ?? null)), ' ', time(shown.deadline_at)) : moved(was?.deadline_at, is?.deadline_at ?? shown.deadline_at), f.whole(no?.reason ?? shown.reason)] };
+        no ? h('span', {}, time(shown.deadline_at), h('span', { class: 'muted' }, ` (${f.moment(wanted.deadlines.get(key) ?? null)} refused)`)) : moved(was?.deadline_at, is?.deadline_at ?? shown.deadline_at), f.whole(no?.reason ?? shown.reason)] };
     }), { kind: 'outlook' });
     return card('Outlook for 24 hours', h('span', { 'aria-busy': String(got.asking) }, `${text}. ${f.whole(answer.after.summary)}`),
       h('div', { class: got.asking ? 'stale' : '', 'data-key': 'outcome' },
