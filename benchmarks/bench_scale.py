@@ -155,7 +155,7 @@ def main() -> None:
     for count, slots in CASES:
         if count > args.largest:
             break
-        samples = args.samples if count < 10_000 else max(2, args.samples // 6)
+        samples = args.samples if count < 10_000 else max(2, args.samples // 2)
         took = events(count, slots, random.Random(7), samples)
         worst = f"{max(took['admitted']):.2f}"
         alike = slots == 8 * (count // 8)

@@ -52,7 +52,7 @@ def main() -> int:
     where = "a Ray cluster of two nodes, made up on this machine" if options.cluster else "this machine"
     console.print(f"Fine-tuning BERT under deadlines, on two days, on {where}", style="bold")
     console.print(f"Two trainings in parallel on {SLOTS} CPU slots; nobody says how many workers.")
-    console.print("" if options.cluster else "Between three and four minutes on two cores.\n")
+    console.print("" if options.cluster else "About four minutes on two cores.\n")
     with ExitStack() as ending:
         ending.callback(bring_down, layout)
         try:

@@ -536,8 +536,12 @@ class Decider:
         draft = planner.complete(planner.reserve(draft))
         starved, (endless, late_s) = planner.starved(draft), planner.lateness(draft)
         late = bool(endless or late_s)
-        if (starved or (late and now >= self.state.hopeful_s)) and planner.luxury(draft):
+        are_many = len(planner.jobs) > self.config.afresh_first_up_to
+        is_time = now >= self.state.hopeful_s
+        if ((starved and (is_time or not are_many)) or (late and is_time)) and planner.luxury(draft):
             other = self._afresh(planner, draft)
+            if are_many:  # half a second: not with each event
+                self._hope_later(now)
             if other is draft and late:
                 self._hope_later(now)
             elif other is not None and other is not draft:

@@ -328,8 +328,9 @@ class SchedulerState:
         for job in self.jobs.values():
             course = job.course
             if course is not None:
-                held = job.mask if overdue(job, now) else mask_at(course, now)
-                if overdue(job, now) and not course.holdings:
+                is_overdue = overdue(job, now)
+                held = job.mask if is_overdue else mask_at(course, now)
+                if is_overdue and not course.holdings:
                     times.append(course.promised_s + self.config.overdue_s)
                 for start, end, _ in course.holdings:
                     if start > now + TOLERANCE_S:

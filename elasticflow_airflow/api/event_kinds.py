@@ -37,7 +37,11 @@ class EventKind(StrEnum):
 
     # The verdict
     SUBMITTED = "submitted", Tone.QUIET, "The job was submitted; its speed is known, or measured first."
-    WAITING = "waiting", Tone.QUIET, "It waits: for capacity to promise its deadline, for slots to measure it on, or for a larger cluster."
+    WAITING = (
+        "waiting",
+        Tone.QUIET,
+        "It waits: for capacity to promise its deadline, for slots to measure it on, or for a larger cluster.",
+    )
     ADMITTED = "admitted", Tone.GOOD, "Its deadline is promised, or it trains as best effort."
     REJECTED = "rejected", Tone.BAD, "Its deadline cannot be promised."
     BEST_EFFORT = "best_effort", Tone.QUIET, "Its deadline has passed, and it continues without one."
@@ -48,7 +52,7 @@ class EventKind(StrEnum):
     SEED = "seed", Tone.QUIET, "It trains with this seed."
     LENGTH = "length", Tone.QUIET, "Its script reported the number of steps."
     LOGICAL_WORKERS = "logical_workers", Tone.QUIET, "Its script reported the number of logical workers."
-    INITIALISED = "initialised", Tone.QUIET, "It starts with the weights of an earlier checkpoint, or from scratch as there is none."
+    INITIALISED = "initialised", Tone.QUIET, "It starts with the weights of an earlier checkpoint, or from scratch."
     MEASURED = "measured", Tone.QUIET, "Its speed with this number of workers was measured."
     NOT_MEASURED = "not_measured", Tone.QUIET, "Its speed with this number of workers could not be measured."
     TARGET_LENGTH = "target_length", Tone.QUIET, "The prediction of when it reaches the target loss has changed."

@@ -304,7 +304,7 @@ class Session:
         return 2 if self._core.has_batch_norm else 1
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Set numbers for all following progress reports. ``loss`` may be replaced; the session's epoch and speed may not."""
+        """Set numbers for all later progress reports. They may replace ``loss``, but nothing else of the session."""
         for name, value in scalars.items():
             self._core.scalars[name] = float(value)
 

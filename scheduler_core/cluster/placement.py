@@ -163,6 +163,18 @@ class Layout:
             window ^= 1 << start
         return 0
 
+    def touching(self, free: int, size: int) -> int:
+        """Return all slots of the blocks of ``size`` in which at least one slot is free."""
+        level = level_of(size)
+        if level >= len(self.starts):
+            return 0
+        for k in range(level):  # slots at most size - 1 before a free one
+            free |= free >> (1 << k)
+        found = free & self.starts[level]
+        for k in range(level):
+            found |= found << (1 << k)
+        return found
+
     def mask_of(self, placement: Placement) -> int:
         """Return the addresses of a placement; slots of nodes that are gone are left out."""
         mask = 0

@@ -165,11 +165,13 @@ class AdmissionControl:
             return self._with(self.room, course)
         if self.room is not None and (draft := make_room(self.planner, self.room, newcomer)) is not None:
             return draft
+        if self._are_many and (draft := self._later(newcomer, limit)) is not None:
+            return draft
         draft = self.lookahead.plan(self.planner, newcomer)
         if draft is not None:
             return self.planner.unguarded(draft)
-        if self.room is not None and (course := share_later(self.room, newcomer, limit)) is not None:
-            return self._with(self.room, course)
+        if not self._are_many and (draft := self._later(newcomer, limit)) is not None:
+            return draft
         if self.base is not None:
             course = share_later(self.base, newcomer, limit)
             if course is not None:
@@ -182,6 +184,16 @@ class AdmissionControl:
             if draft is not None:
                 return self.planner.unguarded(draft)
         return None
+
+    @property
+    def _are_many(self) -> bool:
+        """Whether there are so many jobs that a fresh plan of all is tried last."""
+        return len(self.planner.jobs) > self.planner.config.afresh_first_up_to
+
+    def _later(self, newcomer: Work, limit: float) -> Draft | None:
+        """Return the stored plan with the newcomer on slots that others leave; None if it would be late there."""
+        course = None if self.room is None else share_later(self.room, newcomer, limit)
+        return None if self.room is None or course is None else self._with(self.room, course)
 
     def _as_reserved(self, work: Work, limit: float) -> Draft | None:
         """Return a draft with the slots reserved for the job before it was submitted, if they still suffice."""
@@ -282,12 +294,9 @@ class AdmissionControl:
     def _earliest(self, work: Work) -> float | None:
         """Return the earliest deadline that would be admitted now, by bisection from impossible to surely possible."""
         config, now = self.planner.config, self.planner.now
-        certain = INFINITY
-        for draft in (self.room, self.base):
-            if draft is not None:
-                course = share_later(draft, replace(work, limit_s=INFINITY), INFINITY)
-                if course is not None:
-                    certain = min(certain, course.promised_s)
+        certain = self._earliest_in(self.room, work)
+        if certain == INFINITY or not self._are_many:
+            certain = min(certain, self._earliest_in(self.base, work))
         if certain == INFINITY:
             return None
         asked = self.job.job.deadline_s
@@ -299,7 +308,8 @@ class AdmissionControl:
                 break
             certain = now + 2.0 * (certain - now)  # what is kept free for others leaves room only later
         high = certain
-        for _ in range(self._effort(config.offer_probes)):
+        # Of many, what others leave is found without a search.
+        for _ in range(0 if self._are_many else self._effort(config.offer_probes)):
             if high - low <= max(1.0, 0.01 * (high - now)):
                 break
             middle = (low + high) / 2
@@ -313,6 +323,12 @@ class AdmissionControl:
                 if self._try(work, rounded - config.deadline_margin_s, 0) is not None:
                     return rounded
         return None
+
+    @staticmethod
+    def _earliest_in(draft: Draft | None, work: Work) -> float:
+        """Return when the newcomer would be done at the earliest beside a draft (infinite: never)."""
+        course = None if draft is None else share_later(draft, replace(work, limit_s=INFINITY), INFINITY)
+        return INFINITY if course is None else course.promised_s
 
     def _why_admitted(self, draft: Draft) -> Reason:
         course = draft.courses[self.job.job_id]

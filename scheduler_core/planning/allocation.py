@@ -179,9 +179,10 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
         return
     by_id: dict[str, Work] = {}
     options: list[tuple[float, str, Course]] = []
+    room_to_grow = _RoomToGrow(draft)
 
     def consider(work: Work) -> None:
-        option = _option(draft, work, config, room)
+        option = _option(draft, work, config, room) if room_to_grow.has(work) else None
         if option is not None:
             heappush(options, (-option[0], work.job_id, option[1]))
 
@@ -197,6 +198,28 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
             draft.put(winner, course)
             room = draft.book.free_now.bit_count()
         consider(by_id[winner])
+
+
+class _RoomToGrow:
+    """Which running jobs could grow into free slots at all: of thousands, those beside the few that are free."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._free = draft.book.free_now  # Growing only takes from it: who has no room now has none later.
+        self._by_size: dict[int, tuple[bool, int]] = {}
+
+    def has(self, work: Work) -> bool:
+        """Return whether some block of a larger size is free, perhaps but for the job's own slots."""
+        if self._draft.mask_now(work.job_id) != work.mask:
+            return True
+        target = next((size for size in work.sizes if size > work.size), 0)
+        if not target:
+            return False
+        known = self._by_size.get(target)
+        if known is None:
+            layout = self._draft.layout
+            known = self._by_size[target] = bool(layout.find(self._free, target)), layout.touching(self._free, target)
+        return known[0] or bool(work.mask & known[1])
 
 
 def _option(draft: Draft, work: Work, config: SchedulerConfig, room: int) -> tuple[float, Course] | None:

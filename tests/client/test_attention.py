@@ -60,7 +60,8 @@ def test_a_live_job_needs_attention_when_its_deadline_is_in_doubt_or_the_service
 
 
 def test_a_job_without_an_owner_is_named_once_by_what_is_worse() -> None:
-    lost = [UnownedJob(job=job(name), since_at=NOW - 90.0, why="its task was deleted", owner_gone=True) for name in ("a", "b")]
+    gone = {"since_at": NOW - 90.0, "why": "its task was deleted", "owner_gone": True}
+    lost = [UnownedJob(job=job(name), **gone) for name in ("a", "b")]
     live = [job("a"), job("b", slack_s=-1.0)]
     assert found(live, [], lost) == [("late", "b"), ("unowned", "a")]
     assert needing_attention(live, lost, [], NOW)[1].sentence == "has had no owner for 1 min 30 s: its task was deleted"

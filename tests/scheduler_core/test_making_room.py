@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
 
 from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.values import Job, Node, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.planning.lookahead import Lookahead
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
 
 STEEP, FLAT = {1: 1.0, 2: 1.9, 4: 3.6}, {1: 1.0, 2: 1.5, 4: 1.6}
@@ -105,3 +109,32 @@ def test_a_plan_in_another_order_is_not_one_that_no_other_could_better(make_job,
     planner = busy(make_job, flat=FLAT)._state.planner(10.0)
     assert planner.fresh(rescue=1) is not None
     assert found == [False]
+
+
+def beside_thousands(make_job: Callable[..., Job]) -> Scheduler:
+    """A full cluster whose scheduler takes its four jobs for thousands."""
+    scheduler = Scheduler(SchedulerConfig(afresh_up_to=0, afresh_first_up_to=0), [Node(node_id="n", slots=4)])
+    for name in "abcd":
+        scheduler.handle(ev.JobSubmitted(make_job(name, steps=1000.0, deadline=3000.0, curve={1: 1.0})), 0.0)
+    return scheduler
+
+
+def test_beside_thousands_a_newcomer_is_promised_what_others_leave(make_job, monkeypatch):
+    scheduler = beside_thousands(make_job)
+    monkeypatch.setattr(Lookahead, "plan", lambda *_, **__: pytest.fail("everything was planned anew"))
+    plans = {state.job.job_id: scheduler.plan_of(state.job.job_id) for state in scheduler.states()}
+    admit = submit(scheduler, make_job("new", steps=100.0, deadline=2000.0, curve={1: 1.0}))[0]
+    assert isinstance(admit, de.Admit)
+    assert admit.plan is not None
+    assert admit.plan.segments[0].start_s >= min(plan.finish_s for plan in plans.values() if plan is not None)
+    assert {job_id: scheduler.plan_of(job_id) for job_id in plans} == plans
+
+
+def test_beside_thousands_an_offer_is_admitted_too(make_job, monkeypatch):
+    scheduler = beside_thousands(make_job)
+    job = make_job("new", steps=100.0, deadline=50.0, curve={1: 1.0})
+    refused = submit(scheduler, job)[0]
+    assert isinstance(refused, de.Reject)
+    assert refused.earliest_deadline_s is not None
+    monkeypatch.setattr(Lookahead, "plan", lambda *_, **__: pytest.fail("everything was planned anew"))
+    assert isinstance(submit(scheduler, replace(job, deadline_s=refused.earliest_deadline_s))[0], de.Admit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from types import ModuleType
 
 import numpy as np
@@ -185,3 +187,13 @@ def test_a_gang_keeps_slots_that_are_no_block_whoever_looked_for_one_before() ->
     assert later.holdings[0].start_s == 100.0
     assert kept is not None
     assert kept.holdings[0][:1] + kept.holdings[0][2:] == (0.0, 0b0110)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 2**36 - 1), st.sampled_from([1, 2, 4, 8]))
+def test_touching_blocks_are_those_with_a_free_slot(sizes, free, size):
+    layout = layout_of(*sizes)
+    everything = (1 << len(layout.slots)) - 1
+    starts = layout.blocks(everything, size.bit_length() - 1)
+    blocks = [((1 << size) - 1) << at for at in range(len(layout.slots)) if starts >> at & 1]
+    expected = reduce(or_, (block for block in blocks if block & free & everything), 0)
+    assert layout.touching(free & everything, size) == expected

@@ -109,8 +109,11 @@ def stories(draw: st.DrawFn) -> tuple[list[int], list[Job], list[tuple[float, ob
     return nodes, arrivals, others, draw(YES), draw(YES)
 
 
-CONFIGS = st.sampled_from([SchedulerConfig(), SchedulerConfig(afresh_up_to=0)])
-"""For a newcomer without free slots everything is planned anew, or somebody makes room first, as beside many jobs."""
+CONFIGS = st.sampled_from(
+    [SchedulerConfig(), SchedulerConfig(afresh_up_to=0), SchedulerConfig(afresh_up_to=0, afresh_first_up_to=0)]
+)
+"""For a newcomer without free slots everything is planned anew; or somebody makes room first, as beside many jobs; or
+it is promised what others leave later first, as beside thousands."""
 
 
 def _nodes(sizes: list[int]) -> list[Node]:

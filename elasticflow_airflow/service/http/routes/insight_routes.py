@@ -38,7 +38,7 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/v1/cluster", responses=declared(501))
     @lanes.pages
     def cluster() -> ClusterNow:
-        """Current state of the cluster: each slot and its holder, and the live jobs, each with why it has its size or waits."""
+        """Current state of the cluster: slots with their holders, live jobs with why they have their size or wait."""
         return services().insight.cluster()
 
     @app.get("/v1/cluster/history", responses=declared(501))
@@ -58,7 +58,7 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/v1/jobs/{job_id}/story", responses=declared(404, 501))
     @lanes.pages
     def story(job_id: JobId, incarnation: Incarnation | None = None) -> JobStory:
-        """One incarnation of a job (default: the current one): submission, allocations, samples, workers, checkpoints."""
+        """One incarnation of a job (default: the current one): submission, allocations, samples, checkpoints."""
         return services().insight.story(job_id, incarnation)
 
     @app.get("/v1/jobs/{job_id}/runs", responses=declared(404, 501))
@@ -99,7 +99,7 @@ def add_insight(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.get("/v1/capacity", responses=declared(501))
     @lanes.planning
     def report(hours: Hours = GAUGES_HOURS) -> CapacityAnswer:
-        """Nodes that no job needs in the next `hours`, or how many more are needed, and by which jobs. Changes nothing."""
+        """Nodes that no job needs in the next `hours`, or how many more are needed, by which jobs. Changes nothing."""
         if parts.capacity is None:
             raise Refusal(501, "no_forecasts", "this service answers no questions about what would be", "")
         return parts.capacity.capacity(hours)

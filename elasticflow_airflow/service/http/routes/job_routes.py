@@ -161,7 +161,7 @@ def add_jobs(app: FastAPI, parts: ServiceParts, lanes: Lanes) -> None:
     @app.post("/v1/forecast", responses=declared(501))
     @lanes.planning
     def forecast(request: ForecastRequest) -> ForecastAnswer:
-        """Forecast of all deadlines in the next `hours`: live jobs, expected runs, and the `planned` runs of the request."""
+        """Forecast of all deadlines in the next `hours`: live jobs, expected runs, and `planned` runs."""
         return _forecasts(parts).forecast(request.hours, request.planned)
 
 
