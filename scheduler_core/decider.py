@@ -538,6 +538,7 @@ class Decider:
         late = bool(endless or late_s)
         are_many = len(planner.jobs) > self.config.afresh_first_up_to
         is_time = now >= self.state.hopeful_s
+        self.state.starves = are_many and bool(starved)
         if ((starved and (is_time or not are_many)) or (late and is_time)) and planner.luxury(draft):
             other = self._afresh(planner, draft)
             if are_many:  # half a second: not with each event

@@ -50,6 +50,8 @@ class SchedulerState:
         """What the proofs of one moment have in common."""
         self.hopeful_s = -INFINITY
         """When a fresh plan is next tried for jobs at risk, after a fresh plan did not help."""
+        self.starves = False
+        """Whether some of very many jobs wait for slots that a fresh plan may free, which is tried at ``hopeful_s``."""
         self.ask_again_s = -INFINITY
         """When admission of waiting jobs is retried at the latest, because a job left without a promise."""
         self.broken = False
@@ -359,7 +361,8 @@ class SchedulerState:
         if any(job.phase is Phase.WAITING for job in self.jobs.values()):
             expiry = self.calendar.next_expiry()
             times += [self.ask_again_s] if expiry is None else [self.ask_again_s, expiry]
-        if any(job.at_risk for job in self.jobs.values()) and any(job.mask for job in self.jobs.values()):
+        hopes = self.starves or any(job.at_risk for job in self.jobs.values())
+        if hopes and any(job.mask for job in self.jobs.values()):
             times.append(self.hopeful_s)
         later = [t for t in times if t > now + TOLERANCE_S]
         return [WakeMeAt(min(later))] if later else []

@@ -70,8 +70,8 @@ def run_days(watcher: Watcher, layout: DemoPaths, gflops: float) -> list[Day]:
         watcher.line(f"Day {number}: the run of {run_of:%Y-%m-%d}", "bold")
         watcher.line(f"  due: finetune_quick {clock(quick_by)}, publish (after finetune_thorough) {clock(publish_by)}")
         if number == 2:
-            epochs = max(1, epochs // 2)
-            watcher.line("  finetune_thorough starts from the weights of day 1, and trains half as long")
+            before, epochs = epochs, max(1, epochs // 2)
+            watcher.line(f"  finetune_thorough goes on from day 1: its epochs are {epochs} instead of {before}")
         due = {"quick_by": quick_by.isoformat(), "publish_by": publish_by.isoformat()}
         run = dag.test(logical_date=run_of, run_conf={**due, "train_rows": rows, "thorough_epochs": epochs})
         watcher.look()

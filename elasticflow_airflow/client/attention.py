@@ -38,8 +38,8 @@ def needing_attention(
     found = {one.job.job_id: one for one in map(_of_live, live) if one is not None}
     for lost in unowned:
         since = duration(max(0.0, now - lost.since_at))
-        silent = f"has not been asked for by its Airflow task for {since}"
-        sentence = f"has had no owner for {since}: {lost.why}" if lost.owner_gone else silent
+        why = lost.why if lost.owner_gone else "nobody has asked for it"
+        sentence = f"has had no owner for {since}: {why}"
         found.setdefault(lost.job.job_id, Attention(trouble="unowned", job=lost.job, sentence=sentence))
     newest_good = _newest_good(live, ended)
     for job in ended:

@@ -304,7 +304,7 @@ class Session:
         return 2 if self._core.has_batch_norm else 1
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Set numbers for all later progress reports. They may replace ``loss``, but nothing else of the session."""
+        """Set numbers for all later progress reports. ``loss`` may be replaced; other names are to be new ones."""
         for name, value in scalars.items():
             self._core.scalars[name] = float(value)
 

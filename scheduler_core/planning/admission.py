@@ -165,12 +165,13 @@ class AdmissionControl:
             return self._with(self.room, course)
         if self.room is not None and (draft := make_room(self.planner, self.room, newcomer)) is not None:
             return draft
-        if self._are_many and (draft := self._later(newcomer, limit)) is not None:
+        local = self._are_many and not newcomer.size  # Whether who holds slots has to move, a fresh plan decides.
+        if local and (draft := self._later(newcomer, limit)) is not None:
             return draft
         draft = self.lookahead.plan(self.planner, newcomer)
         if draft is not None:
             return self.planner.unguarded(draft)
-        if not self._are_many and (draft := self._later(newcomer, limit)) is not None:
+        if not local and (draft := self._later(newcomer, limit)) is not None:
             return draft
         if self.base is not None:
             course = share_later(self.base, newcomer, limit)
@@ -187,7 +188,7 @@ class AdmissionControl:
 
     @property
     def _are_many(self) -> bool:
-        """Whether there are so many jobs that a fresh plan of all is tried last."""
+        """Whether there are so many jobs that slots as they are planned are tried before a fresh plan of all."""
         return len(self.planner.jobs) > self.planner.config.afresh_first_up_to
 
     def _later(self, newcomer: Work, limit: float) -> Draft | None:
@@ -292,10 +293,14 @@ class AdmissionControl:
         return work.soonest_s(self.planner.now) - self.planner.now
 
     def _earliest(self, work: Work) -> float | None:
-        """Return the earliest deadline that would be admitted now, by bisection from impossible to surely possible."""
+        """Return the earliest deadline that would be admitted now, by bisection from impossible to surely possible.
+
+        Beside very many jobs, the earliest in the stored plan, unless the job itself accepts a later deadline.
+        """
         config, now = self.planner.config, self.planner.now
+        is_brief = self._are_many and not self.job.job.on_reject.takes_later
         certain = self._earliest_in(self.room, work)
-        if certain == INFINITY or not self._are_many:
+        if certain == INFINITY or not is_brief:
             certain = min(certain, self._earliest_in(self.base, work))
         if certain == INFINITY:
             return None
@@ -308,8 +313,7 @@ class AdmissionControl:
                 break
             certain = now + 2.0 * (certain - now)  # what is kept free for others leaves room only later
         high = certain
-        # Of many, what others leave is found without a search.
-        for _ in range(0 if self._are_many else self._effort(config.offer_probes)):
+        for _ in range(0 if is_brief else self._effort(config.offer_probes)):
             if high - low <= max(1.0, 0.01 * (high - now)):
                 break
             middle = (low + high) / 2
@@ -317,7 +321,7 @@ class AdmissionControl:
                 high = middle
             else:
                 low = middle
-        for limit in (high, certain):
+        for limit in dict.fromkeys((high, certain)):
             offer = limit + config.deadline_margin_s + config.offer_margin_s
             for rounded in (math.ceil(offer / config.offer_round_s) * config.offer_round_s, offer):
                 if self._try(work, rounded - config.deadline_margin_s, 0) is not None:

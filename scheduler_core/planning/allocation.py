@@ -181,8 +181,8 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
     options: list[tuple[float, str, Course]] = []
     room_to_grow = _RoomToGrow(draft)
 
-    def consider(work: Work) -> None:
-        option = _option(draft, work, config, room) if room_to_grow.has(work) else None
+    def consider(work: Work, *, won: bool = False) -> None:
+        option = _option(draft, work, config, room) if won or room_to_grow.has(work) else None
         if option is not None:
             heappush(options, (-option[0], work.job_id, option[1]))
 
@@ -197,15 +197,18 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
             draft.drop(winner)
             draft.put(winner, course)
             room = draft.book.free_now.bit_count()
-        consider(by_id[winner])
+        consider(by_id[winner], won=True)
 
 
 class _RoomToGrow:
-    """Which running jobs could grow into free slots at all: of thousands, those beside the few that are free."""
+    """Which jobs could grow into the free slots at all: of thousands, those beside the few that are free.
+
+    As of the beginning, before any has grown.
+    """
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
-        self._free = draft.book.free_now  # Growing only takes from it: who has no room now has none later.
+        self._free = draft.book.free_now
         self._by_size: dict[int, tuple[bool, int]] = {}
 
     def has(self, work: Work) -> bool:

@@ -60,11 +60,15 @@ def test_a_live_job_needs_attention_when_its_deadline_is_in_doubt_or_the_service
 
 
 def test_a_job_without_an_owner_is_named_once_by_what_is_worse() -> None:
-    gone = {"since_at": NOW - 90.0, "why": "its task was deleted", "owner_gone": True}
-    lost = [UnownedJob(job=job(name), **gone) for name in ("a", "b")]
+    lost = [
+        UnownedJob(job=job("a"), since_at=NOW - 90.0, why="nobody has asked for it for 1 min 30 s"),
+        UnownedJob(job=job("b"), since_at=NOW - 90.0, why="its task was deleted", owner_gone=True),
+    ]
     live = [job("a"), job("b", slack_s=-1.0)]
     assert found(live, [], lost) == [("late", "b"), ("unowned", "a")]
-    assert needing_attention(live, lost, [], NOW)[1].sentence == "has had no owner for 1 min 30 s: its task was deleted"
+    sentence = needing_attention(live, lost, [], NOW)[1].sentence
+    assert sentence == "has had no owner for 1 min 30 s: nobody has asked for it"
+    assert needing_attention([job("b")], lost[1:], [], NOW)[0].sentence.endswith("1 min 30 s: its task was deleted")
 
 
 @pytest.mark.parametrize("state", [State.REJECTED, State.FAILED])

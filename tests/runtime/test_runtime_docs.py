@@ -89,3 +89,10 @@ def test_the_reference_names_all_that_is_public():
         assert re.search(rf"`{name}[`(]", REFERENCE), name
     for name in runtime.__all__:
         assert name in REFERENCE, name
+
+
+def test_the_smallest_script_of_the_reference_trains(session_globals):
+    (smallest,) = re.findall(r"^```python\n(.*?)^```", REFERENCE, re.DOTALL | re.MULTILINE)
+    exec(smallest, scope := {})
+    assert scope["session"].steps_done == 8
+    assert Promotion.read(Path("elasticflow-checkpoints")).step == 8

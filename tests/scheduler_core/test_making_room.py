@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.values import Job, Node, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.planning import allocation
 from elasticflow_airflow.scheduler_core.planning.lookahead import Lookahead
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
 
@@ -138,3 +140,43 @@ def test_beside_thousands_an_offer_is_admitted_too(make_job, monkeypatch):
     assert refused.earliest_deadline_s is not None
     monkeypatch.setattr(Lookahead, "plan", lambda *_, **__: pytest.fail("everything was planned anew"))
     assert isinstance(submit(scheduler, replace(job, deadline_s=refused.earliest_deadline_s))[0], de.Admit)
+
+
+def test_beside_thousands_who_got_nothing_is_helped_within_a_minute(make_job):
+    scheduler = Scheduler(SchedulerConfig(afresh_up_to=0, afresh_first_up_to=0), [Node(node_id="n", slots=4)])
+    for name in ("promised", "other"):
+        submit(scheduler, make_job(name, steps=1000.0, deadline=9000.0, curve=STEEP), 0.0)
+    scheduler._state.hopeful_s = 61.0  # Everything was planned anew a second ago.
+    decisions = submit(scheduler, make_job("late", steps=900.0, deadline=None, curve=STEEP), 2.0)
+    assert sizes(scheduler) == {"promised": 2, "other": 2, "late": 0}
+    (wake,) = (decision for decision in decisions if isinstance(decision, de.WakeMeAt))
+    assert wake.at_s == 61.0
+    scheduler.handle(ev.WakeUp(), 61.0)
+    assert min(sizes(scheduler).values()) > 0
+
+
+def test_who_is_not_looked_at_when_all_grow_could_not_have_grown(make_job, monkeypatch):
+    """The filter leaves out nobody: by chance, with gangs of many sizes on nodes of several."""
+    has, left_out = allocation._RoomToGrow.has, 0
+
+    def checked(self, work):
+        nonlocal left_out
+        found = has(self, work)
+        if not found:
+            left_out += 1
+            room = self._draft.book.free_now.bit_count()
+            assert allocation._option(self._draft, work, SchedulerConfig(), room) is None
+        return found
+
+    monkeypatch.setattr(allocation._RoomToGrow, "has", checked)
+    chaos = random.Random(11)
+    scheduler = Scheduler(nodes=[Node(node_id=f"n{i}", slots=slots) for i, slots in enumerate((4, 6, 8, 3, 8))])
+    for number in range(150):
+        now = 20.0 * number
+        live = [state.job.job_id for state in scheduler.states()]
+        if len(live) > 12:
+            scheduler.handle(ev.JobFinished(chaos.choice(live)), now)
+        curve = {size: size ** chaos.uniform(0.4, 1.0) for size in (1, 2, 4, 8)}
+        deadline = now + chaos.uniform(300.0, 3000.0) if chaos.random() < 0.6 else None
+        submit(scheduler, make_job(f"j{number}", steps=chaos.uniform(50.0, 900.0), deadline=deadline, curve=curve), now)
+    assert left_out > 100

@@ -309,7 +309,7 @@ def test_what_needs_attention_is_of_the_dags_that_the_user_may_read(browse: Any)
     ]
     assert [one["sentence"] for one in items] == [
         "is projected to finish 12 min after its deadline",
-        "has not been asked for by its Airflow task for 10 min",
+        "has had no owner for 10 min: nobody has asked for it",
     ]
     everything = browse("admin").get("api/attention").json()["items"]
     assert {one["job"]["identity"]["dag_id"] for one in everything} == {"search_ranker", "vision", "payroll"}

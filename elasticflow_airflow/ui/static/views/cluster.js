@@ -209,7 +209,7 @@ function overview(cluster, { value: week }, forecast) {
   const taken = cluster.slots.filter((slot) => slot.job_id || slot.busy).length;
   const computing = cluster.jobs.filter((job) => job.state === 'running').reduce((all, job) => all + job.workers, 0);
   const visible = new Set(cluster.jobs.map((job) => job.job_id));
-  const others = cluster.slots.filter((slot) => (slot.job_id ? !visible.has(slot.job_id) : slot.busy)).length;
+  const others = cluster.slots.filter((slot) => (slot.job_id ? !visible.has(slot.job_id) : slot.busy === 'another job')).length;
   const running = cluster.jobs.filter((job) => job.state === 'running').length;
   const waiting = cluster.jobs.filter((job) => isLive(job) && job.state !== 'running').length;
   const judged = week?.by_dag.reduce((all, one) => all + one.judged, 0);
@@ -239,15 +239,19 @@ export function nextDay({ jobs }, { value: forecast, error }) {
 function outlook(feed) {
   const forecast = feed.error ? null : feed.value; // An old forecast would be a promise that nobody makes any more.
   if (!forecast) return card('Next 24 hours', feed.error ? 'Unknown: the forecast did not come.' : null, feedNote(feed, 'forecast'));
-  const failing = forecast.items.filter((item) => item.outcome !== 'kept');
-  const kept = forecast.items.filter((item) => item.outcome === 'kept');
-  const shown = [...failing, ...kept].slice(0, Math.max(failing.length, MANY_ITEMS)).slice(0, MOST_ITEMS);
+  const ranked = [...forecast.items].sort((a, b) => rankOf(a) - rankOf(b));
+  const failing = ranked.filter((item) => rankOf(item) === 0).length;
+  const open = ranked.filter((item) => rankOf(item) === 1).length;
+  const shown = ranked.slice(0, Math.max(failing, Math.min(MOST_ITEMS, failing + open), MANY_ITEMS));
   const rest = forecast.items.filter((item) => !shown.includes(item));
   const inside = forecast.items.length
-    ? [dueByDag(shown), rest.length ? fold('on-track', f.plural(rest.length, 'more'), dueByDag(rest)) : null]
+    ? [dueByDag(shown), rest.length ? fold('on-track', f.plural(rest.length, 'more', 'more'), dueByDag(rest)) : null]
     : h('p', { class: 'quiet-note' }, 'Recurring tasks appear here once they have run, or when their DAG tells its next runs.');
   return card('Next 24 hours', f.whole(forecast.summary), inside);
 }
+
+/** Who fails comes first, then what is not known. */
+const rankOf = ({ outcome }) => (['at_risk', 'missed'].includes(outcome) ? 0 : outcome === 'kept' ? 2 : 1);
 
 /** What is due, by DAG, in the order of the first of each. */
 const dueByDag = (items) => [...group(items, (item) => item.dag_id)].map(([dag, some]) => h('section', { class: 'dag', 'data-key': `dag-${dag}` },

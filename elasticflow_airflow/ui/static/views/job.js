@@ -160,7 +160,7 @@ function canBeDone(story) {
       story.may_edit ? choices(status) : null,
       h('a', { class: 'button small-button', href: '#/what-if' }, 'What if other deadlines moved'),
       h('a', { class: 'button small-button', href: airflowTask(status.identity), 'data-outside': '' }, 'Open the task')),
-    h('p', { class: 'small muted' }, 'The deadline on offer is as far from now as the earliest feasible one was from the submission: whether it can be promised is decided when the task has started again. It holds for later attempts of this run. To change it for every run, change it in the DAG.'));
+    h('p', { class: 'small muted' }, earliest && story.may_edit ? 'The deadline on offer is as far from now as the earliest feasible one was from the submission; whether it can be promised is decided when the task has started again. ' : null, 'A new deadline holds for later attempts of this run. To change it for every run, change it in the DAG.'));
 }
 
 const why = (story) => story.why ? h('p', { class: 'callout', 'data-key': 'why' }, f.whole(story.why)) : null;
