@@ -536,16 +536,13 @@ class Decider:
         draft = planner.complete(planner.reserve(draft))
         starved, (endless, late_s) = planner.starved(draft), planner.lateness(draft)
         late = bool(endless or late_s)
-        are_many = len(planner.jobs) > self.config.afresh_first_up_to
+        self.state.starves = planner.are_many and bool(starved)
         is_time = now >= self.state.hopeful_s
-        self.state.starves = are_many and bool(starved)
-        if ((starved and (is_time or not are_many)) or (late and is_time)) and planner.luxury(draft):
+        if ((is_time and (starved or late)) or (starved and not planner.are_many)) and planner.luxury(draft):
             other = self._afresh(planner, draft)
-            if are_many:  # half a second: not with each event
+            if planner.are_many or (late and other is draft):  # of many it takes half a second: not with each event
                 self._hope_later(now)
-            if other is draft and late:
-                self._hope_later(now)
-            elif other is not None and other is not draft:
+            if other is not None and other is not draft:
                 other = planner.complete(planner.reserve(other))
                 endless_then, late_then_s = planner.lateness(other)
                 helps = endless_then < endless or (
@@ -559,7 +556,7 @@ class Decider:
         self.state.adopt(draft, now, out, why)
 
     def _hope_later(self, now: float) -> None:
-        """Late jobs gain nothing from a new plan now: try again in a while."""
+        """Late jobs gain nothing from a new plan now, or one of very many jobs was just made: try again in a while."""
         self.state.hopeful_s = now + self.config.waiting_retry_s / _LOOKS
 
     def _worth_a_new_plan_s(self, late_s: float) -> float:

@@ -49,7 +49,7 @@ class SchedulerState:
         self._filling = Filling(self.layout, -INFINITY)
         """What the proofs of one moment have in common."""
         self.hopeful_s = -INFINITY
-        """When a fresh plan is next tried for jobs at risk, after a fresh plan did not help."""
+        """When a fresh plan is next tried for jobs at risk, after one did not help, and for any of very many jobs."""
         self.starves = False
         """Whether some of very many jobs wait for slots that a fresh plan may free, which is tried at ``hopeful_s``."""
         self.ask_again_s = -INFINITY

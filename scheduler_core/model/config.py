@@ -60,7 +60,7 @@ class SchedulerConfig:
     makes room first, if it can: a fresh plan of all takes longer the more there are."""
     afresh_first_up_to: int = 2000
     """Beside more jobs than this, a newcomer is promised slots that others leave later, if it is in time there, before
-    everything is planned anew, which takes half a second beside ten thousand and seldom admits more."""
+    everything is planned anew, which takes half a second beside ten thousand."""
     proof_rounds: int = 8
     """How often the filling is repeated with the pauses of the migrations that its placement needed."""
     proof_effort: int = 2000

@@ -165,18 +165,16 @@ class AdmissionControl:
             return self._with(self.room, course)
         if self.room is not None and (draft := make_room(self.planner, self.room, newcomer)) is not None:
             return draft
-        local = self._are_many and not newcomer.size  # Whether who holds slots has to move, a fresh plan decides.
-        if local and (draft := self._later(newcomer, limit)) is not None:
+        local = self.planner.are_many and not newcomer.size  # Whether who holds slots moves, a fresh plan decides.
+        if local and (draft := self._later_in(self.room, newcomer, limit)) is not None:
             return draft
         draft = self.lookahead.plan(self.planner, newcomer)
         if draft is not None:
             return self.planner.unguarded(draft)
-        if not local and (draft := self._later(newcomer, limit)) is not None:
+        if not local and (draft := self._later_in(self.room, newcomer, limit)) is not None:
             return draft
-        if self.base is not None:
-            course = share_later(self.base, newcomer, limit)
-            if course is not None:
-                return self.planner.unguarded(self._with(self.base, course))
+        if (draft := self._later_in(self.base, newcomer, limit)) is not None:
+            return self.planner.unguarded(draft)
         # Tried late, because the other ways often find a smaller share and leave the rest of the reservation to others.
         if (found := self._as_reserved(newcomer, limit)) is not None:
             return found
@@ -186,15 +184,11 @@ class AdmissionControl:
                 return self.planner.unguarded(draft)
         return None
 
-    @property
-    def _are_many(self) -> bool:
-        """Whether there are so many jobs that slots as they are planned are tried before a fresh plan of all."""
-        return len(self.planner.jobs) > self.planner.config.afresh_first_up_to
-
-    def _later(self, newcomer: Work, limit: float) -> Draft | None:
-        """Return the stored plan with the newcomer on slots that others leave; None if it would be late there."""
-        course = None if self.room is None else share_later(self.room, newcomer, limit)
-        return None if self.room is None or course is None else self._with(self.room, course)
+    def _later_in(self, draft: Draft | None, newcomer: Work, limit: float) -> Draft | None:
+        """Return a draft with the newcomer on slots that others leave; None if it would be late there."""
+        if draft is None or (course := share_later(draft, newcomer, limit)) is None:
+            return None
+        return self._with(draft, course)
 
     def _as_reserved(self, work: Work, limit: float) -> Draft | None:
         """Return a draft with the slots reserved for the job before it was submitted, if they still suffice."""
@@ -298,7 +292,7 @@ class AdmissionControl:
         Beside very many jobs, the earliest in the stored plan, unless the job itself accepts a later deadline.
         """
         config, now = self.planner.config, self.planner.now
-        is_brief = self._are_many and not self.job.job.on_reject.takes_later
+        is_brief = self.planner.are_many and not self.job.job.on_reject.takes_later
         certain = self._earliest_in(self.room, work)
         if certain == INFINITY or not is_brief:
             certain = min(certain, self._earliest_in(self.base, work))

@@ -43,6 +43,11 @@ class Planner:
         self.reservations: Mapping[str, Course] = {}
         """Where the stored plan keeps slots free for expected runs."""
 
+    @property
+    def are_many(self) -> bool:
+        """Whether there are so many jobs that planning all anew is not the first thing to try."""
+        return len(self.jobs) > self.config.afresh_first_up_to
+
     def work(self, job: LiveJob) -> Work:
         """Return a job as work; an overdue job holds its slots a little longer."""
         work = job.work(self.layout, self.config)

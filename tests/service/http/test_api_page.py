@@ -16,9 +16,13 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs/reference/api.md").read_text
 TOKEN = "a token of this test, long enough"
 
 
+@pytest.fixture(scope="module")
+def endpoint(shared_daemons):
+    return shared_daemons.served(TOKEN)
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine: apt-get install curl")
-def test_a_job_is_submitted_with_curl(daemons, open_client, tmp_path):
-    endpoint = daemons.served(TOKEN)
+def test_a_job_is_submitted_with_curl(endpoint, open_client, tmp_path):
     found = re.search(r"^## Submit a job\n.*?^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert found is not None
     script = found[1].replace("http://gpu-machine:8321", endpoint.base_url)
@@ -47,8 +51,7 @@ def test_a_job_is_submitted_with_curl(daemons, open_client, tmp_path):
 
 
 @pytest.mark.parametrize(("content", "status"), [("{", 422), ('{"claim": "x"}', 422), ('{"unknown": 1}', 422)])
-def test_malformed_and_invalid_bodies_have_the_status_of_the_page(daemons, content, status):
-    endpoint = daemons.served(TOKEN)
+def test_malformed_and_invalid_bodies_have_the_status_of_the_page(endpoint, content, status):
     answer = httpx.post(
         f"{endpoint.base_url}/v1/jobs/nobody-0123456789abcdef/lease",
         content=content,

@@ -80,6 +80,12 @@ export function open({ main, refresh }) {
       'aria-label': `Move the deadline of ${jobName(job.identity)}`, 'aria-valuetext': f.moment(at), 'data-tip': `deadline ${f.moment(at)}`, style: { '--finish': part(job.projected_finish_at ?? from) } });
   }
 
+  /** A deadline that many minutes later, or earlier; one that has passed is moved from now on. */
+  function shifted(job, minutes) {
+    const at = wanted.deadlines.get(job.job_id) ?? job.deadline_at ?? job.projected_finish_at ?? f.nowS();
+    return (minutes > 0 ? Math.max(at, f.nowS()) : at) + 60 * minutes;
+  }
+
   /** A job as it would be with its moved deadline, now that the scheduler has answered. */
   function then(job, at) {
     const finish = got.answer.after.items.find((one) => one.job_id === job.job_id)?.projected_at ?? job.projected_finish_at;
@@ -96,7 +102,7 @@ export function open({ main, refresh }) {
         const at = moved ? wanted.deadlines.get(job.job_id) : job.deadline_at;
         const verdict = moved ? got.answer?.verdicts.find((one) => one.job_id === job.job_id)?.verdict : null;
         const id = `at-${job.job_id}`;
-        const button = (minutes, text) => h('button', { type: 'button', class: 'button small-button', disabled: minutes < 0 && (at ?? job.projected_finish_at ?? f.nowS()) + 60 * minutes < f.nowS(), 'data-action': 'shift', 'data-job': job.job_id, value: minutes, 'aria-label': `${jobName(job.identity)}: deadline ${Math.abs(minutes)} minutes ${minutes < 0 ? 'earlier' : 'later'}` }, text);
+        const button = (minutes, text) => h('button', { type: 'button', class: 'button small-button', disabled: shifted(job, minutes) < f.nowS(), 'data-action': 'shift', 'data-job': job.job_id, value: minutes, 'aria-label': `${jobName(job.identity)}: deadline ${Math.abs(minutes)} minutes ${minutes < 0 ? 'earlier' : 'later'}` }, text);
         return h('li', { 'data-key': job.job_id },
           h('div', { class: 'matter' }, shortName(job.identity, jobLink(job.identity, job.job_id)), ' ', h('span', { class: 'muted small nowrap' }, 'finish ', time(job.projected_finish_at)), ' ', slackChip(verdict ? then(job, at) : job)),
           h('div', { class: 'move' }, h('label', { class: 'visually-hidden', for: id }, `Deadline of ${jobName(job.identity)}`),
@@ -195,7 +201,7 @@ export function open({ main, refresh }) {
         if (at !== null && find(id)?.deadline_at !== null && Math.abs(at - find(id).deadline_at) < 60) wanted.deadlines.delete(id);
         else wanted.deadlines.set(id, at);
       };
-      if (action === 'shift') put(Math.max(wanted.deadlines.get(id) ?? find(id).deadline_at ?? find(id).projected_finish_at ?? 0, Number(target.value) > 0 ? f.nowS() : 0) + 60 * Number(target.value));
+      if (action === 'shift') put(shifted(find(id), Number(target.value)));
       else if (action === 'drag') put(Number(target.value));
       else if (action === 'extra') wanted.extra = Number(target.value);
       else if (action === 'deadline') put(f.fromInput(target.value));
