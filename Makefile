@@ -8,8 +8,9 @@ STAMP := $(VENV)/.installed
 SLOW := slow or airflow or postgres or browser or ray
 # The fast tests run in so many processes.
 JOBS ?= 3
-# The slow ones: one process runs what trains and needs the cores, the others what mostly waits (tests/conftest.py).
-SYSTEM_JOBS ?= 3
+# The slow ones: every second process runs what trains and needs the cores, the others what mostly waits
+# (tests/conftest.py).
+SYSTEM_JOBS ?= 4
 # Those that take many minutes mostly wait, for workers that come, leave and die.
 SOAK_JOBS ?= 4
 

@@ -546,7 +546,7 @@ class Decider:
                 other = planner.complete(planner.reserve(other))
                 endless_then, late_then_s = planner.lateness(other)
                 helps = endless_then < endless or (
-                    endless_then == endless and late_s - late_then_s > self._worth_a_new_plan_s(late_s)
+                    endless_then == endless and late_s - late_then_s > self._worth_a_new_plan_s(planner, late_s)
                 )
                 hurts = (endless_then, late_then_s) > (endless, late_s)
                 if helps or (planner.starved(other) < starved and not hurts):
@@ -559,10 +559,9 @@ class Decider:
         """Late jobs gain nothing from a new plan now, or one of very many jobs was just made: try again in a while."""
         self.state.hopeful_s = now + self.config.waiting_retry_s / _LOOKS
 
-    def _worth_a_new_plan_s(self, late_s: float) -> float:
+    def _worth_a_new_plan_s(self, planner: Planner, late_s: float) -> float:
         """Return by how many seconds jobs at risk must end earlier to justify that others give up surplus slots."""
-        pauses = [job.job.costs.pause_s for job in self.state.jobs.values() if job.mask]
-        least = self.config.patience_pauses * max(pauses, default=0.0)
+        least = self.config.patience_pauses * planner.longest_pause_s
         return max(least, _WORTH_OF_LATENESS * late_s, TOLERANCE_S)
 
     def _afresh(self, planner: Planner, draft: Draft) -> Draft | None:
@@ -666,7 +665,7 @@ class Decider:
     def _say_waiting(self, now: float, out: list[Decision]) -> None:
         for job in self.state.jobs.values():
             if job.phase is not Phase.PROFILING:
-                if job.competes and job.best_effort:
+                if job.best_effort and job.competes:
                     self._say_no_block(job, now, out)
                 continue
             known = known_speeds(job)

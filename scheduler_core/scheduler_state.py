@@ -248,14 +248,12 @@ class SchedulerState:
         """Resize and suspend jobs so that each holds the slots that its course has now."""
         wanted: list[tuple[int, int, LiveJob, int]] = []
         for job in self.jobs.values():
-            if job.phase is Phase.PARKED or job.phase is Phase.WAITING:
-                target = 0
-            elif overdue(job, now):
-                target = job.mask
-            else:
-                target = mask_at(job.course, now)
-            if target != job.mask:
+            is_out = job.phase is Phase.PARKED or job.phase is Phase.WAITING
+            target = 0 if is_out else mask_at(job.course, now)
+            if target != job.mask and (is_out or not overdue(job, now)):
                 wanted.append((target.bit_count() - job.mask.bit_count(), job.number, job, target))
+        if not wanted:
+            return
         wanted.sort(key=lambda item: item[:2])
         changing = {job.job_id for _, _, job, _ in wanted}
         staying = 0
@@ -318,31 +316,38 @@ class SchedulerState:
 
     def is_due(self, now: float) -> bool:
         """Return whether a stored course says that its job should hold other slots by now, or may grow again."""
-        return any(
-            job.course is not None and not overdue(job, now) and mask_at(job.course, now) != job.mask
-            for job in self.jobs.values()
-            if job.job_id not in self.late
-        ) or any(job.grows_again(now, self.config) for job in self.jobs.values())
+        for job in self.jobs.values():
+            is_other = job.course is not None and mask_at(job.course, now) != job.mask
+            if is_other and job.job_id not in self.late and not overdue(job, now):
+                return True
+            if job.held_back and job.grows_again(now, self.config):
+                return True
+        return False
 
     def wake(self, now: float) -> list[Decision]:
         """Return the next time at which the plan itself requires an action."""
         times: list[float] = []
+        soon_s = now + TOLERANCE_S
+        waits = at_risk = False
         for job in self.jobs.values():
             course = job.course
             if course is not None:
-                is_overdue = overdue(job, now)
-                held = job.mask if is_overdue else mask_at(course, now)
-                if is_overdue and not course.holdings:
-                    times.append(course.promised_s + self.config.overdue_s)
-                for start, end, _ in course.holdings:
-                    if start > now + TOLERANCE_S:
+                held = 0
+                for start, end, mask in course.holdings:
+                    if start > soon_s:
                         times.append(start)
                         break
-                    if end > now + TOLERANCE_S and end < INFINITY:
-                        done = course.finish_s < INFINITY and end >= course.promised_s - TOLERANCE_S
-                        times.append(end + self.config.overdue_s if done and course.promised_s > now else end)
-                if held != job.mask:  # a change is due but was not ordered: nothing was planned at this moment
-                    times.append(now + (1.0 if job.job_id in self.late else 2 * TOLERANCE_S))
+                    if end > soon_s:
+                        held = held or mask
+                        if end < INFINITY:
+                            done = course.finish_s < INFINITY and end >= course.promised_s - TOLERANCE_S
+                            times.append(end + self.config.overdue_s if done and course.promised_s > now else end)
+                if held != job.mask:
+                    if not overdue(job, now):  # a change is due but was not ordered: nothing was planned at this moment
+                        times.append(now + (1.0 if job.job_id in self.late else 2 * TOLERANCE_S))
+                    elif not course.holdings:
+                        times.append(course.promised_s + self.config.overdue_s)
+            at_risk = at_risk or job.at_risk
             if job.held_back and (grows_from_s := job.grows_from_s(self.config)) < INFINITY:
                 times.append(grows_from_s)
             if job.phase is Phase.PROFILING:
@@ -352,17 +357,17 @@ class SchedulerState:
                     times.append(max(limit, now + 1.0))  # the limit moves later while the job trains
                     if job.judged:
                         times.append(max(job.thorough_s, now + 1.0))
-            elif job.phase is Phase.WAITING and job.job.deadline_s is not None:
-                # A time that has come is not postponed, however many other events occur.
-                due = (job.until_s, job.asked_s + self.config.waiting_retry_s)
-                times += [max(at_s, now + 2 * TOLERANCE_S) for at_s in due]
-            elif job.competes and job.best_effort and not job.mask:
+            elif job.phase is Phase.WAITING:
+                waits = True
+                if job.job.deadline_s is not None:  # a time that has come is not postponed, whatever else happens
+                    due = (job.until_s, job.asked_s + self.config.waiting_retry_s)
+                    times += [max(at_s, now + 2 * TOLERANCE_S) for at_s in due]
+            elif job.best_effort and not job.mask and job.competes:
                 times.append(job.waiting_since_s + self.config.ageing_s)
-        if any(job.phase is Phase.WAITING for job in self.jobs.values()):
+        if waits:
             expiry = self.calendar.next_expiry()
             times += [self.ask_again_s] if expiry is None else [self.ask_again_s, expiry]
-        hopes = self.starves or any(job.at_risk for job in self.jobs.values())
-        if hopes and any(job.mask for job in self.jobs.values()):
+        if (self.starves or at_risk) and any(job.mask for job in self.jobs.values()):
             times.append(self.hopeful_s)
         later = [t for t in times if t > now + TOLERANCE_S]
         return [WakeMeAt(min(later))] if later else []

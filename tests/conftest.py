@@ -69,7 +69,7 @@ LONGEST = (
 
 
 class Rooms(LoadScopeScheduling):
-    """One process runs what trains, another one what mostly waits, file by file; who is done with its own helps out.
+    """Every second process runs what trains, the others what mostly waits, file by file; who is done helps the others.
 
     All tests on real Airflow components are one piece: they share what takes a minute to start.
     """

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from elasticflow_airflow.scheduler_core.cluster.free_windows import Vain
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
-from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Holding
+from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S, Holding
 
 _ROOM = 64
 _FEW = 512
@@ -212,23 +212,20 @@ class Bookings:
                 events.append((end, 0, mask))
         if not events:
             return book
-        base = list(zip(book.times, book.taken, strict=True))
+        unusable = dict(zip(book.times, book.taken, strict=True))
+        events += [(when_s, 0, 0) for when_s in unusable]
         events.sort()  # at equal times ends come before starts
         times: list[float] = []
         taken: list[int] = []
-        held, position, i = 0, 0, 0
-        unusable = base[0][1]
-        points = sorted({t for t, _, _ in events} | set(book.times))
-        for t in points:
-            while position < len(base) and base[position][0] <= t:
-                unusable = base[position][1]
-                position += 1
-            while i < len(events) and events[i][0] == t:
-                _, starts, mask = events[i]
-                held = held | mask if starts else held & ~mask
-                i += 1
-            times.append(t)
-            taken.append(held | unusable)
+        held, away, last_s = 0, 0, -INFINITY
+        for when_s, starts, mask in events:
+            held = held | mask if starts else held & ~mask
+            if when_s == last_s:
+                taken[-1] = held | away
+                continue
+            away, last_s = unusable.get(when_s, away), when_s
+            times.append(when_s)
+            taken.append(held | away)
         book.times, book.taken = times, taken
         return book
 
@@ -292,7 +289,7 @@ class Bookings:
                         blocked &= ~held
                 if blocked:
                     return max(start_s, times[k])
-        return float("inf")
+        return INFINITY
 
     def take(self, holding: Holding) -> None:
         """Book a holding."""

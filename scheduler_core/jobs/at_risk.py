@@ -15,7 +15,7 @@ def who_is_at_risk(jobs: Iterable[LiveJob], config: SchedulerConfig, now: float)
     """Update the at-risk mark of every promised job from its plan, and yield a decision for each change."""
     for job in jobs:
         deadline = job.job.deadline_s
-        if not job.promised or deadline is None:
+        if job.best_effort or not job.promised or deadline is None:
             continue
         projected = _projected_end(job, config, now)
         fits = projected <= deadline + TOLERANCE_S

@@ -29,6 +29,7 @@ class LiveJob:
     """One job from its submission to its end. ``number`` counts arrivals, ``promise`` counts promises."""
 
     job: Job
+    job_id: str = field(init=False)
     phase: Phase
     best_effort: bool
     number: int
@@ -100,10 +101,8 @@ class LiveJob:
             waiting_since_s=now,
         )
 
-    @property
-    def job_id(self) -> str:
-        """Id of the job."""
-        return self.job.job_id
+    def __post_init__(self) -> None:
+        self.job_id = self.job.job_id
 
     @property
     def promised(self) -> bool:

@@ -215,8 +215,11 @@ class _RoomToGrow:
         """Return whether some block of a larger size is free, perhaps but for the job's own slots."""
         if self._draft.mask_now(work.job_id) != work.mask:
             return True
-        target = next((size for size in work.sizes if size > work.size), 0)
-        if not target:
+        size, target = work.size, 0
+        for target in work.sizes:
+            if target > size:
+                break
+        if target <= size:
             return False
         known = self._by_size.get(target)
         if known is None:

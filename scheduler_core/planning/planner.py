@@ -48,11 +48,21 @@ class Planner:
         """Whether there are so many jobs that planning all anew is not the first thing to try."""
         return len(self.jobs) > self.config.afresh_first_up_to
 
+    @cached_property
+    def _overdue(self) -> set[str]:
+        """Ids of the jobs that should have ended and still hold their slots."""
+        return {job.job_id for job in self.jobs if overdue(job, self.now)}
+
+    @cached_property
+    def longest_pause_s(self) -> float:
+        """The longest pause of any job that holds slots."""
+        return max((job.job.costs.pause_s for job in self.jobs if job.mask), default=0.0)
+
     def work(self, job: LiveJob) -> Work:
         """Return a job as work; an overdue job holds its slots a little longer."""
         work = job.work(self.layout, self.config)
         course = job.course
-        if course is not None and overdue(job, self.now):
+        if course is not None and job.job_id in self._overdue:
             size = job.mask.bit_count()
             end = course.holdings[-1].end_s if course.holdings else self.now + self.config.overdue_s
             rest = max(end, self.now + 2 * TOLERANCE_S) - work.tail_s
@@ -108,7 +118,7 @@ class Planner:
         stand_ins: list[Work] = []
         late: list[tuple[int, Work]] = []
         for job in self.jobs:
-            if not (job.promised and job.at_risk) or overdue(job, self.now):
+            if not (job.at_risk and job.promised) or job.job_id in self._overdue:
                 continue
             work = job.work(self.layout, self.config)
             if not work.sizes:
@@ -223,7 +233,7 @@ class Planner:
 
     def _draft(self, courses: dict[str, Course]) -> Draft:
         for job in self.jobs:
-            if job.course is not None and job.job_id in courses and overdue(job, self.now):
+            if job.course is not None and job.job_id in self._overdue and job.job_id in courses:
                 booked = courses[job.job_id].holdings
                 courses[job.job_id] = Course(booked, job.course.finish_s, job.course.promised_s)
         draft = Draft(self.layout, self.now, courses)
@@ -274,7 +284,7 @@ class Planner:
         if self.config.explore_gain <= 0.0 or any(self._hungry(job) for job in self.jobs if not job.mask):
             return
         for job in self.jobs:
-            if job.competes and job.mask and not overdue(job, self.now):
+            if job.competes and job.mask and job.job_id not in self._overdue:
                 course = try_next_size(draft, job, self.work(job), self.config)
                 if course is not None:
                     draft.drop(job.job_id)
@@ -287,8 +297,10 @@ class Planner:
         best_effort: list[LiveJob] = []
         for job in self.jobs:
             course = draft.courses.get(job.job_id)
-            if course is not None and overdue(job, self.now):
-                continue
+            if course is not None:
+                is_planned = course.holdings and course.finish_s < INFINITY
+                if (is_planned and job.promised) or job.job_id in self._overdue:
+                    continue
             if job.phase is Phase.PROFILING:
                 profiling.append(job)
             elif not job.competes:
@@ -299,8 +311,7 @@ class Planner:
                 risk.append(job)  # newly free slots may allow more progress
         risk.sort(key=lambda job: job.promise)
         profiling.sort(key=lambda job: (job.mask == 0, job.number))
-        aged = self._somebody_aged()
-        best_effort.sort(key=lambda job: self._turn(job, aged))
+        best_effort.sort(key=lambda job: self._turn(job, self._somebody_aged))
         return risk + profiling + best_effort
 
     def _turn(self, job: LiveJob, aged: bool) -> tuple[int, float, int]:
@@ -313,8 +324,9 @@ class Planner:
         ran = self.now - job.running_since_s
         return (3 if ran >= self.config.ageing_s and aged else 1, job.running_since_s, job.number)
 
+    @cached_property
     def _somebody_aged(self) -> bool:
-        return any(self._aged(job) for job in self.jobs)
+        return any(job.best_effort and self._aged(job) for job in self.jobs)
 
     def _place(self, draft: Draft, job: LiveJob) -> Course | None:
         work = self.work(job)
@@ -365,15 +377,15 @@ class Planner:
 
     def starved(self, draft: Draft) -> int:
         """Return how many jobs get no first worker soon; those that waited too long count twice."""
-        pauses = max((job.job.costs.pause_s for job in self.jobs if job.mask), default=0.0)
-        patience = self.now + self.config.patience_pauses * pauses + TOLERANCE_S
+        patience = self.now + self.config.patience_pauses * self.longest_pause_s + TOLERANCE_S
         count = 0
         for job in self.jobs:
-            if (job.phase is Phase.PROFILING or job.competes) and not overdue(job, self.now):
-                course = draft.courses.get(job.job_id)
-                late = course is None or not course.holdings or course.holdings[0].start_s > patience
-                if late or (job.phase is Phase.PROFILING and not self._measures(draft, job)):
-                    count += 2 if self._aged(job) else 1
+            course = draft.courses.get(job.job_id)
+            starts = course is not None and course.holdings and course.holdings[0].start_s <= patience
+            if starts and (job.phase is not Phase.PROFILING or self._measures(draft, job)):
+                continue
+            if (job.competes or job.phase is Phase.PROFILING) and job.job_id not in self._overdue:
+                count += 2 if self._aged(job) else 1
         return count
 
     def lateness(self, draft: Draft) -> tuple[int, float]:
@@ -384,11 +396,11 @@ class Planner:
         late: list[tuple[int, str, float]] = []
         for job in self.jobs:
             deadline = job.job.deadline_s
-            if not job.promised or deadline is None or overdue(job, self.now):
+            if deadline is None or not job.promised:
                 continue
             course = draft.courses.get(job.job_id)
             by_s = course.promised_s - deadline if course is not None else INFINITY
-            if by_s > TOLERANCE_S:
+            if by_s > TOLERANCE_S and job.job_id not in self._overdue:
                 late.append((job.promise, job.job_id, by_s))
         oldest = [by_s for _, _, by_s in sorted(late)[:_MOST_AT_RISK]]
         return oldest.count(INFINITY), sum(by_s for by_s in oldest if by_s < INFINITY)
@@ -402,7 +414,6 @@ class Planner:
         """Return whether planning afresh could free slots: a job holds more than its share, or slots are idle."""
         if draft.book.free_now:
             return True
-        aged = self._somebody_aged()
         for job in self.jobs:
             if job.competes:
                 size = draft.mask_now(job.job_id).bit_count()
@@ -410,7 +421,7 @@ class Planner:
                 least = work.sizes[0] if job.best_effort and work.sizes else job.share
                 if size > least:
                     return True
-                if job.best_effort and size and aged:
+                if job.best_effort and size and self._somebody_aged:
                     return True
         return False
 

@@ -9,6 +9,10 @@ import sqlalchemy as sa
 
 from support.raw_columns import holds_json
 
+SNAPSHOT_ENV = "TEST_SNAPSHOT"
+"""Environment variable of schemathesis: the code that its submits name (schemathesis_hooks.py)."""
+SPARED_ENV = "TEST_SPARED"
+"""How the ids of jobs begin that others follow: it finds them in lists, and would attach to them and cancel them."""
 NUMBERS = [0, -1, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 10**19, 10**400, 1e-300, 1e30, -1e300, 1.8e12, float("inf")]
 TEXTS = ["", " ", "\0", "a\0b", "../../etc/passwd", "é" * 300, "x" * 5000, "\x1b[2J", "nan", "1e30", "{}", "\ud800"]
 

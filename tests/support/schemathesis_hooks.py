@@ -9,10 +9,7 @@ import schemathesis
 from schemathesis.generation import GenerationMode
 
 from elasticflow_airflow.api import JobIdentity
-
-SNAPSHOT_ENV = "TEST_SNAPSHOT"
-SPARED_ENV = "TEST_SPARED"
-"""How the ids of jobs begin that others follow: it finds them in lists, and would attach to them and cancel them."""
+from support.nasty import SNAPSHOT_ENV, SPARED_ENV
 
 
 @schemathesis.hook

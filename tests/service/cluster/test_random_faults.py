@@ -98,7 +98,7 @@ def test_two_workers_on_one_slot_are_found() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_history_of_faults_is_one_of_a_training_without_any(trial: FaultyTrial, tmp_path: Path) -> None:
-    suffer(trial, tmp_path, 10)
+    suffer(trial, tmp_path, 9)
 
 
 @pytest.mark.soak
@@ -130,7 +130,7 @@ def suffer_with_a_crowd(trial: FaultyReplicas, root: Path, count: int) -> None:
 @pytest.mark.postgres
 @pytest.mark.timeout(1200)
 def test_faults_of_replicas_and_their_database_change_no_history(replicas: FaultyReplicas, tmp_path: Path) -> None:
-    suffer_with_a_crowd(replicas, tmp_path, 10)
+    suffer_with_a_crowd(replicas, tmp_path, 6)
 
 
 @pytest.mark.soak

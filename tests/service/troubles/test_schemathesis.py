@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.schemathesis_hooks import SNAPSHOT_ENV
+from support.nasty import SNAPSHOT_ENV
 
 from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
 from elasticflow_airflow.client import ElasticFlowClient, Endpoint, snapshot_folder

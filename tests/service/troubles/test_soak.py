@@ -28,8 +28,8 @@ import psutil
 import pytest
 import sqlalchemy as sa
 from support import nasty
+from support.nasty import SNAPSHOT_ENV, SPARED_ENV
 from support.raw_columns import as_stored
-from support.schemathesis_hooks import SNAPSHOT_ENV, SPARED_ENV
 from support.served import Served
 from support.soaked_airflow import SoakedAirflow
 

@@ -1,0 +1,321 @@
+"""What the service needs beside many machines: its calls to their agents, and the passes of its loop.
+
+    python benchmarks/bench_many_nodes.py [--nodes 64] [--jobs 500] [--seconds 60] [--report-s 0.5] [--write]
+
+As many node agents as machines, all on this one, with 8 slots each; the service with its default configuration, and
+jobs with one worker each, best effort. The agents are those that users start; the workers are modelled: a thread of
+the agent writes what supervisor and trainer would (a sign of life each second, a report as often as a real training by
+default), so that two cores suffice for hundreds. Once all jobs report, the service's requests that tell an agent
+something (``/push``) and the passes of its loop are timed for ``--seconds``: in the service, wall-clock time. Agents
+share the cores with the service here, where elsewhere each has its own; they run at a lower priority.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from results import parser_of, percentile, show, table
+
+from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.client import ElasticFlowClient, snapshot_folder
+from elasticflow_airflow.engines.cluster import node_agent, node_link
+from elasticflow_airflow.engines.local.files.generation_folder import (
+    Status,
+    SupervisorFolder,
+    SupervisorSpec,
+    WorkerStatus,
+)
+from elasticflow_airflow.engines.local.machine import slots
+from elasticflow_airflow.engines.local.machine.processes import ProcessId
+from elasticflow_airflow.engines.local.node_manager import NodeManager
+from elasticflow_airflow.runtime.protocol import (
+    Report,
+    ReportKind,
+    append_report,
+    heartbeat_path,
+    report_path,
+    write_json_atomic,
+)
+from elasticflow_airflow.service.loop.reconcile import Reconciler
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.node_agents import TOKEN, agent_command
+from support.served import Served
+
+SLOTS = 8
+TICK_S = 0.1
+HEARTBEAT_S = 1.0
+STEPS_PER_S = 2.0
+REPORT_S_ENV = "BENCH_REPORT_S"
+TIMES_ENV = "BENCH_TIMES"
+"""Where the service writes what it has timed: a line of JSON for each."""
+LIMIT_S = 900.0
+
+
+# -- the machines -----------------------------------------------------------------------------------------------------
+
+
+class ModelledSupervisor:
+    """One generation on one node. A process that sleeps stands for all of its processes."""
+
+    def __init__(self, folder: SupervisorFolder, spec: SupervisorSpec, process: subprocess.Popen[bytes]) -> None:
+        self._folder, self._spec, self._process = folder, spec, process
+        self._root = Path(spec.incarnation_dir)
+        own = ProcessId.of(process.pid)
+        self._status = Status(supervisor=own)
+        for worker in spec.workers:
+            self._status.workers[worker.worker_id] = WorkerStatus(rank=worker.rank, agent=own, trainer=own)
+        self._locks: list[int] = []
+        self._began_s = self._reported_s = self._beat_s = 0.0
+
+    def tick(self, now_s: float, report_s: float) -> bool:
+        """Do what is due; return whether it goes on."""
+        if not self._began_s:
+            if not self._folder.warm.exists():
+                self._folder.warm.touch()
+            if not self._folder.go.exists():
+                return True
+            self._begin(now_s)
+        if self._folder.read_order() is not None:
+            self._end()
+            return False
+        if now_s >= self._beat_s + HEARTBEAT_S:
+            self._beat_s = now_s
+            for worker in self._spec.workers:
+                said = {"step": self._step(now_s), "phase": "train", "at_s": time.time()}
+                write_json_atomic(heartbeat_path(self._root, worker.worker_id), said, flush=False)
+        if now_s >= self._reported_s + report_s:
+            steps = self._step(now_s) - self._step(self._reported_s)
+            self._say(ReportKind.PROGRESS, now_s, loss=1.0, window_steps=steps, window_s=now_s - self._reported_s)
+            self._reported_s = now_s
+        return True
+
+    def _begin(self, now_s: float) -> None:
+        for worker in self._spec.workers:
+            holder = {"job_id": self._spec.job_id, "incarnation": self._spec.incarnation, "pid": self._process.pid}
+            holder |= {"generation": self._spec.generation, "state_dir": self._spec.state_dir}
+            self._locks.append(slots.acquire(Path(self._spec.lock_dir), worker.lock_name, holder))
+        self._folder.write_status(self._status)
+        self._began_s = self._reported_s = now_s
+        self._say(ReportKind.STARTED, now_s)
+
+    def _end(self) -> None:
+        for worker in self._status.workers.values():
+            worker.ended, worker.exit_code = True, 0
+        self._status.told = self._status.ended = True
+        for lock in self._locks:
+            os.close(lock)
+        self._folder.write_status(self._status)
+        self._process.kill()
+
+    def _step(self, now_s: float) -> int:
+        return int((now_s - self._began_s) * STEPS_PER_S)
+
+    def _say(self, kind: ReportKind, now_s: float, **data: Any) -> None:
+        first, generation = self._spec.workers[0], self._spec.generation
+        report = Report(
+            kind=kind,
+            generation=generation,
+            worker_id=first.worker_id,
+            rank=first.rank,
+            step=self._step(now_s),
+            data=data,
+        )
+        append_report(report_path(self._root, generation, first.worker_id), report)
+
+
+class ModelledMachine(NodeManager):
+    """A machine on which supervisors are modelled."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._modelled: list[ModelledSupervisor] = []
+        threading.Thread(target=self._tick_for_ever, daemon=True).start()
+
+    def _spawn(
+        self,
+        folder: SupervisorFolder,
+        spec: SupervisorSpec,
+        secret_env: Mapping[str, str],  # noqa: ARG002
+    ) -> subprocess.Popen[bytes]:
+        folder.renew()
+        process = subprocess.Popen(["sleep", "infinity"], start_new_session=True)
+        self._modelled.append(ModelledSupervisor(folder, spec, process))
+        return process
+
+    def _tick_for_ever(self) -> None:
+        report_s = float(os.environ[REPORT_S_ENV])
+        while True:
+            now_s = time.monotonic()
+            self._modelled = [one for one in self._modelled if one.tick(now_s, report_s)]
+            time.sleep(TICK_S)
+
+
+def run_machine() -> None:
+    """Be ``elasticflow node``, on a modelled machine."""
+    from elasticflow_airflow.cli.main import main
+
+    node_agent.NodeManager = ModelledMachine  # type: ignore[misc]
+    main()
+
+
+# -- the service ------------------------------------------------------------------------------------------------------
+
+
+def run_service() -> None:
+    """Be ``elasticflow``, and note times."""
+    from elasticflow_airflow.cli.main import main
+
+    times = os.open(os.environ[TIMES_ENV], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(kind: str, began_s: float) -> None:
+        os.write(times, json.dumps([kind, time.time(), time.perf_counter() - began_s]).encode() + b"\n")
+
+    post, run_once = node_link.NodeLink._post, Reconciler.run_once
+
+    async def timed_post(link: node_link.NodeLink, path: str, body: str) -> bytes:
+        began_s = time.perf_counter()
+        answer = await post(link, path, body)
+        note(path, began_s)
+        return answer
+
+    def timed_pass(reconciler: Reconciler) -> float | None:
+        began_s = time.perf_counter()
+        interval_s = run_once(reconciler)
+        note("pass", began_s)
+        return interval_s
+
+    node_link.NodeLink._post = timed_post  # type: ignore[method-assign]
+    Reconciler.run_once = timed_pass  # type: ignore[method-assign]
+    main()
+
+
+# -- the measurement --------------------------------------------------------------------------------------------------
+
+
+def start_machines(base: Path, count: int) -> tuple[list[subprocess.Popen[str]], list[str]]:
+    """Start the agents; return them and their addresses."""
+    agents = []
+    for index in range(count):
+        command, env = agent_command(base, f"node{index:02}", "127.0.0.1:0", SLOTS)
+        command = ["nice", "-n", "5", sys.executable, __file__, "--be", "machine", *command[3:]]
+        agents.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    addresses = []
+    for agent in agents:
+        assert agent.stdout is not None
+        addresses.append("http://" + agent.stdout.readline().split()[-1])
+    return agents, addresses
+
+
+def submit(client: ElasticFlowClient, base: Path, count: int) -> list[str]:
+    """Submit the jobs; return their ids."""
+    code = base / "code"
+    code.mkdir()
+    (code / "train.py").write_text("")
+    snapshot = snapshot_folder(code)
+    client.upload_snapshot(snapshot)
+    return [
+        client.submit(
+            JobSubmission(
+                identity=JobIdentity(dag_id=f"many{number}", run_id="r", task_id="train"),
+                command=Command(snapshot=snapshot.sha256, script="train.py"),
+                length=Length(steps=10**7),
+                global_batch_size=8,
+                max_workers=1,
+                best_effort=True,
+                scaling_curve={1: STEPS_PER_S},
+                lease_s=36_000.0,
+            )
+        ).job.job_id
+        for number in range(count)
+    ]
+
+
+def wait(what: str, condition: Callable[[], bool]) -> None:
+    """Wait until something holds. Raises SystemExit after ``LIMIT_S``."""
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > end_s:
+            raise SystemExit(f"in {LIMIT_S:.0f} s it was not so: {what}")
+        time.sleep(2.0)
+
+
+def measured(options: argparse.Namespace, base: Path) -> tuple[dict[str, list[float]], float]:
+    """Return the seconds that each kind took, and the processor time of the service per second."""
+    times = base / "times"
+    os.environ |= {REPORT_S_ENV: str(options.report_s), TIMES_ENV: str(times)}
+    agents, addresses = start_machines(base, options.nodes)
+    timed = base / "bin" / "elasticflow"
+    timed.parent.mkdir()
+    timed.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} --be service "$@"\n')
+    timed.chmod(0o755)
+    service = Served(
+        base / "state",
+        {"engine": "cluster", "nodes": ",".join(addresses), "shared_dir": base / "shared", "node_token": TOKEN},
+        python=timed.with_name("python"),
+    )
+    try:
+        service.start()
+        with ElasticFlowClient(service.endpoint, timeout_s=60.0) as client:
+            wait("all machines are there", lambda: len(client.cluster().slots) == SLOTS * options.nodes)
+            silent = submit(client, base, options.jobs)
+
+            def all_report() -> bool:
+                silent[:] = [job_id for job_id in silent if client.status(job_id).step == 0]
+                return not silent
+
+            wait("all jobs have reported", all_report)
+            time.sleep(10.0)
+            began_s, cpu_s = time.time(), service.cpu_s()
+            time.sleep(options.seconds)
+            ended_s, cpu_s = time.time(), service.cpu_s() - cpu_s
+    finally:
+        service.stop()
+        for agent in agents:
+            agent.kill()
+        subprocess.run(["pkill", "-9", "-f", "sleep infinity"], check=False)
+    found: dict[str, list[float]] = {}
+    for line in times.read_text().splitlines():
+        kind, at_s, took_s = json.loads(line)
+        if began_s <= at_s <= ended_s:
+            found.setdefault(kind, []).append(took_s)
+    return found, cpu_s / (ended_s - began_s)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--jobs", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--report-s", type=float, default=0.5)
+    options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    with tempfile.TemporaryDirectory(prefix="bench-many-nodes-") as folder:
+        found, load = measured(options, Path(folder))
+    rows = []
+    for kind, name in (("/push", "a call to an agent"), ("pass", "a pass of the loop")):
+        took = sorted(found.get(kind, []))
+        parts = [f"{1e3 * percentile(took, part):.1f}" for part in (0.5, 0.99)] if took else ["-", "-"]
+        rows.append([name, str(len(took)), *parts, f"{1e3 * took[-1]:.1f}" if took else "-"])
+    print(f"the service used {load:.2f} of a core")
+    show("many_nodes", table(["ms", "number", "median", "p99", "longest"], rows), options)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--be"]:
+        _, role = sys.argv.pop(1), sys.argv.pop(1)
+        {"machine": run_machine, "service": run_service}[role]()
+    else:
+        main()
