@@ -15,18 +15,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from results import parser_of, percentile, show, table
 
-from elasticflow_airflow.api import Command, JobIdentity, JobSubmission, Length
+from elasticflow_airflow.api import Command, JobIdentity, JobStatus, JobSubmission, Length, State
 from elasticflow_airflow.client import ElasticFlowClient, snapshot_folder
 from elasticflow_airflow.engines.cluster import node_agent, node_link
 from elasticflow_airflow.engines.local.files.generation_folder import (
@@ -46,7 +48,7 @@ from elasticflow_airflow.runtime.protocol import (
     report_path,
     write_json_atomic,
 )
-from elasticflow_airflow.service.loop.reconcile import Reconciler
+from elasticflow_airflow.runtime.reporting import WORKER_EVERY
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -54,9 +56,9 @@ from support.node_agents import TOKEN, agent_command
 from support.served import Served
 
 SLOTS = 8
-TICK_S = 0.1
-HEARTBEAT_S = 1.0
-STEPS_PER_S = 2.0
+TICK_S = 0.02
+LOOK_S, BEAT_S = 0.1, 1.0
+STEPS_PER_S = 2
 REPORT_S_ENV = "BENCH_REPORT_S"
 TIMES_ENV = "BENCH_TIMES"
 """Where the service writes what it has timed: a line of JSON for each."""
@@ -67,7 +69,7 @@ LIMIT_S = 900.0
 
 
 class ModelledSupervisor:
-    """One generation on one node. A process that sleeps stands for all of its processes."""
+    """One generation on one node. A process that does nothing, and ends with the agent, stands for all of its own."""
 
     def __init__(self, folder: SupervisorFolder, spec: SupervisorSpec, process: subprocess.Popen[bytes]) -> None:
         self._folder, self._spec, self._process = folder, spec, process
@@ -77,28 +79,26 @@ class ModelledSupervisor:
         for worker in spec.workers:
             self._status.workers[worker.worker_id] = WorkerStatus(rank=worker.rank, agent=own, trainer=own)
         self._locks: list[int] = []
-        self._began_s = self._reported_s = self._beat_s = 0.0
+        self._due = dict[str, float]()
+        """When each of its tasks is due next; none of them before the generation may start."""
+        self._reported = 0
 
     def tick(self, now_s: float, report_s: float) -> bool:
         """Do what is due; return whether it goes on."""
-        if not self._began_s:
+        if not self._due:
             if not self._folder.warm.exists():
                 self._folder.warm.touch()
-            if not self._folder.go.exists():
-                return True
-            self._begin(now_s)
-        if self._folder.read_order() is not None:
-            self._end()
-            return False
-        if now_s >= self._beat_s + HEARTBEAT_S:
-            self._beat_s = now_s
-            for worker in self._spec.workers:
-                said = {"step": self._step(now_s), "phase": "train", "at_s": time.time()}
-                write_json_atomic(heartbeat_path(self._root, worker.worker_id), said, flush=False)
-        if now_s >= self._reported_s + report_s:
-            steps = self._step(now_s) - self._step(self._reported_s)
-            self._say(ReportKind.PROGRESS, now_s, loss=1.0, window_steps=steps, window_s=now_s - self._reported_s)
-            self._reported_s = now_s
+            if self._folder.read_order() is not None:
+                self._end()
+                return False
+            if self._folder.go.exists():
+                self._begin(now_s)
+            return True
+        for what, every_s in (("look", LOOK_S), ("beat", BEAT_S), ("report", report_s)):
+            if now_s >= self._due[what]:
+                self._due[what] += every_s
+                if not getattr(self, f"_{what}")(report_s):
+                    return False
         return True
 
     def _begin(self, now_s: float) -> None:
@@ -107,8 +107,32 @@ class ModelledSupervisor:
             holder |= {"generation": self._spec.generation, "state_dir": self._spec.state_dir}
             self._locks.append(slots.acquire(Path(self._spec.lock_dir), worker.lock_name, holder))
         self._folder.write_status(self._status)
-        self._began_s = self._reported_s = now_s
-        self._say(ReportKind.STARTED, now_s)
+        self._say(ReportKind.STARTED, {"in_place": True, "threads": 1, "micro_batch_size": 8})
+        self._due = {what: now_s + random.random() for what in ("look", "beat", "report")}
+
+    def _look(self, _report_s: float) -> bool:
+        if self._folder.read_order() is None:
+            return True
+        self._end()
+        return False
+
+    def _beat(self, report_s: float) -> bool:
+        for worker in self._spec.workers:
+            said = {"step": self._step(report_s), "phase": "train", "at_s": time.time()}
+            write_json_atomic(heartbeat_path(self._root, worker.worker_id), said, flush=False)
+        return True
+
+    def _report(self, report_s: float) -> bool:
+        self._reported += 1
+        steps = STEPS_PER_S * report_s
+        spent = {"data_s": 0.01, "compute_s": 0.9, "reduce_s": 0.05, "wait_s": 0.02, "pause_s": 0.0, "save_s": 0.0}
+        spent = {name: share * report_s for name, share in spent.items()} | {"other_s": 0.02 * report_s}
+        window = {"window_steps": steps, "samples": 8 * steps, "memory_bytes": 10**9, **spent}
+        more = {"loss": 1.0, "window_s": report_s, "epoch": 1, "samples_per_s": 8 * STEPS_PER_S, "noise_scale": 50.0}
+        self._say(ReportKind.PROGRESS, {**window, **more}, self._step(report_s))
+        if self._reported % WORKER_EVERY == 0:
+            self._say(ReportKind.WORKER, window, self._step(report_s))
+        return True
 
     def _end(self) -> None:
         for worker in self._status.workers.values():
@@ -119,18 +143,13 @@ class ModelledSupervisor:
         self._folder.write_status(self._status)
         self._process.kill()
 
-    def _step(self, now_s: float) -> int:
-        return int((now_s - self._began_s) * STEPS_PER_S)
+    def _step(self, report_s: float) -> int:
+        return round(self._reported * STEPS_PER_S * report_s)
 
-    def _say(self, kind: ReportKind, now_s: float, **data: Any) -> None:
+    def _say(self, kind: ReportKind, data: Mapping[str, Any], step: int = 0) -> None:
         first, generation = self._spec.workers[0], self._spec.generation
         report = Report(
-            kind=kind,
-            generation=generation,
-            worker_id=first.worker_id,
-            rank=first.rank,
-            step=self._step(now_s),
-            data=data,
+            kind=kind, generation=generation, worker_id=first.worker_id, rank=first.rank, step=step, data=data
         )
         append_report(report_path(self._root, generation, first.worker_id), report)
 
@@ -140,7 +159,7 @@ class ModelledMachine(NodeManager):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._modelled: list[ModelledSupervisor] = []
+        self._modelled: dict[Path, ModelledSupervisor] = {}
         threading.Thread(target=self._tick_for_ever, daemon=True).start()
 
     def _spawn(
@@ -150,16 +169,21 @@ class ModelledMachine(NodeManager):
         secret_env: Mapping[str, str],  # noqa: ARG002
     ) -> subprocess.Popen[bytes]:
         folder.renew()
-        process = subprocess.Popen(["sleep", "infinity"], start_new_session=True)
-        self._modelled.append(ModelledSupervisor(folder, spec, process))
+        process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=folder.path)
+        self._modelled[folder.path] = ModelledSupervisor(folder, spec, process)
         return process
 
     def _tick_for_ever(self) -> None:
         report_s = float(os.environ[REPORT_S_ENV])
-        while True:
-            now_s = time.monotonic()
-            self._modelled = [one for one in self._modelled if one.tick(now_s, report_s)]
-            time.sleep(TICK_S)
+        try:
+            while True:
+                for path, one in list(self._modelled.items()):
+                    if not one.tick(time.monotonic(), report_s):
+                        del self._modelled[path]
+                time.sleep(TICK_S)
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+            os._exit(1)  # a machine on which nothing happens any more would be taken for a quiet one
 
 
 def run_machine() -> None:
@@ -176,6 +200,7 @@ def run_machine() -> None:
 def run_service() -> None:
     """Be ``elasticflow``, and note times."""
     from elasticflow_airflow.cli.main import main
+    from elasticflow_airflow.service.loop.reconcile import Reconciler
 
     times = os.open(os.environ[TIMES_ENV], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -186,36 +211,33 @@ def run_service() -> None:
 
     async def timed_post(link: node_link.NodeLink, path: str, body: str) -> bytes:
         began_s = time.perf_counter()
-        answer = await post(link, path, body)
-        note(path, began_s)
-        return answer
+        try:
+            return await post(link, path, body)
+        finally:
+            note(path, began_s)
 
     def timed_pass(reconciler: Reconciler) -> float | None:
         began_s = time.perf_counter()
-        interval_s = run_once(reconciler)
-        note("pass", began_s)
-        return interval_s
+        try:
+            return run_once(reconciler)
+        finally:
+            note("pass", began_s)
 
     node_link.NodeLink._post = timed_post  # type: ignore[method-assign]
-    Reconciler.run_once = timed_pass  # type: ignore[method-assign]
+    Reconciler.run_once = timed_pass  # type: ignore[assignment,method-assign]
     main()
 
 
 # -- the measurement --------------------------------------------------------------------------------------------------
 
 
-def start_machines(base: Path, count: int) -> tuple[list[subprocess.Popen[str]], list[str]]:
-    """Start the agents; return them and their addresses."""
-    agents = []
+def start_machines(base: Path, count: int, agents: list[subprocess.Popen[str]]) -> list[str]:
+    """Start the agents, and put them into ``agents``; return their addresses."""
     for index in range(count):
         command, env = agent_command(base, f"node{index:02}", "127.0.0.1:0", SLOTS)
         command = ["nice", "-n", "5", sys.executable, __file__, "--be", "machine", *command[3:]]
         agents.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    addresses = []
-    for agent in agents:
-        assert agent.stdout is not None
-        addresses.append("http://" + agent.stdout.readline().split()[-1])
-    return agents, addresses
+    return ["http://" + agent.stdout.readline().split()[-1] for agent in agents if agent.stdout is not None]
 
 
 def submit(client: ElasticFlowClient, base: Path, count: int) -> list[str]:
@@ -251,25 +273,33 @@ def wait(what: str, condition: Callable[[], bool]) -> None:
         time.sleep(2.0)
 
 
+def check_health(before: Mapping[str, JobStatus], after: Mapping[str, JobStatus], seconds: float) -> None:
+    """Raise SystemExit when a job was disturbed: what was measured would not be what it seems."""
+    for job_id, then in before.items():
+        now = after[job_id]
+        kept = now.state is State.RUNNING and now.generation == then.generation
+        if not kept or now.step - then.step < 0.8 * STEPS_PER_S * seconds:
+            raise SystemExit(f"{job_id} was disturbed: before {then}, after {now}")
+
+
 def measured(options: argparse.Namespace, base: Path) -> tuple[dict[str, list[float]], float]:
     """Return the seconds that each kind took, and the processor time of the service per second."""
     times = base / "times"
     os.environ |= {REPORT_S_ENV: str(options.report_s), TIMES_ENV: str(times)}
-    agents, addresses = start_machines(base, options.nodes)
+    agents: list[subprocess.Popen[str]] = []
     timed = base / "bin" / "elasticflow"
     timed.parent.mkdir()
     timed.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} --be service "$@"\n')
     timed.chmod(0o755)
-    service = Served(
-        base / "state",
-        {"engine": "cluster", "nodes": ",".join(addresses), "shared_dir": base / "shared", "node_token": TOKEN},
-        python=timed.with_name("python"),
-    )
+    service = Served(base / "state", {"engine": "cluster"}, python=timed.with_name("python"))
     try:
+        addresses = start_machines(base, options.nodes, agents)
+        service.settings |= {"nodes": ",".join(addresses), "shared_dir": base / "shared", "node_token": TOKEN}
         service.start()
         with ElasticFlowClient(service.endpoint, timeout_s=60.0) as client:
             wait("all machines are there", lambda: len(client.cluster().slots) == SLOTS * options.nodes)
-            silent = submit(client, base, options.jobs)
+            ids = submit(client, base, options.jobs)
+            silent = list(ids)
 
             def all_report() -> bool:
                 silent[:] = [job_id for job_id in silent if client.status(job_id).step == 0]
@@ -277,14 +307,17 @@ def measured(options: argparse.Namespace, base: Path) -> tuple[dict[str, list[fl
 
             wait("all jobs have reported", all_report)
             time.sleep(10.0)
+            before = {job_id: client.status(job_id) for job_id in ids}
             began_s, cpu_s = time.time(), service.cpu_s()
             time.sleep(options.seconds)
             ended_s, cpu_s = time.time(), service.cpu_s() - cpu_s
+            check_health(before, {job_id: client.status(job_id) for job_id in ids}, options.seconds)
     finally:
-        service.stop()
+        service.end()
         for agent in agents:
             agent.kill()
-        subprocess.run(["pkill", "-9", "-f", "sleep infinity"], check=False)
+        for agent in agents:
+            agent.wait()
     found: dict[str, list[float]] = {}
     for line in times.read_text().splitlines():
         kind, at_s, took_s = json.loads(line)

@@ -51,6 +51,7 @@ from elasticflow_airflow.task.arguments import ArgumentError, check_arguments, p
 from elasticflow_airflow.task.callables import listed, reveal
 from elasticflow_airflow.task.lineage import ReportsLineage
 from elasticflow_airflow.task.mapping import checked
+from elasticflow_airflow.task.on_promote import carry, promote
 from elasticflow_airflow.task.outcome_messages import (
     cancel_message,
     failure_message,
@@ -58,15 +59,14 @@ from elasticflow_airflow.task.outcome_messages import (
     result_of,
     success_line,
 )
-from elasticflow_airflow.task.promotion import carry, promote
 from elasticflow_airflow.task.run_deadline import ended_jobs
 from elasticflow_airflow.task.submitting import InFlight, acknowledge_for_clear, attach_for_retry
 from elasticflow_airflow.task.task_submission import Prepared, RunFacts, check_downstream, prepare, run_facts
 from elasticflow_airflow.task.telemetry import count_ended, count_submitted
 from elasticflow_airflow.times import duration
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
-from elasticflow_airflow.waiting.dag_test_leases import LeasedJob, lease_renewer
 from elasticflow_airflow.waiting.killing import KILL_WITHIN_S, Kill, come_back
+from elasticflow_airflow.waiting.leased_jobs import LeasedJob, lease_renewer
 from elasticflow_airflow.waiting.outages import Outage
 from elasticflow_airflow.waiting.task_memory import TaskMemory
 from elasticflow_airflow.waiting.worker_wait import JobWatch

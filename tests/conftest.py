@@ -64,8 +64,15 @@ LONGEST = (
     "tests/runtime/test_rescale.py",
     "tests/runtime/test_in_place.py",
     "tests/engines/test_engine_contract.py",
+    "tests/docs/test_tutorial.py",
+    "tests/service/troubles/test_kills.py",
+    "tests/service/troubles/test_setting_aside.py",
+    "tests/engines/test_local_engine.py",
+    "tests/testing/",
+    "tests/docs/test_migrate_page.py",
+    "tests/simulator/baselines/test_shared_traces.py",
 )
-"""What takes more than a minute and a half, the longest first: what is left for the end is short."""
+"""What takes more than a minute, the longest first: what is left for the end is short."""
 
 
 class Rooms(LoadScopeScheduling):

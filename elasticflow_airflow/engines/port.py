@@ -3,7 +3,7 @@
 It is the only access to running jobs: the service opens no file of a job itself (see ``job_files.py``).
 Declarative and level-triggered: the service repeats the desired state, the engine reports the actual state.
 Every call is idempotent by (job, generation) and returns quickly; nothing here blocks on training.
-Adapters may not import Airflow or the store.
+Adapters may not import Airflow or the store. Which one a service uses is decided in ``service/engine_choice.py``.
 """
 
 from __future__ import annotations

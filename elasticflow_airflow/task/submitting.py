@@ -11,7 +11,7 @@ from typing import Any
 
 from elasticflow_airflow.api import Attachment, JobSubmission, State
 from elasticflow_airflow.client import ElasticFlowClient, ElasticFlowError, Endpoint, JobNotFound, StaleClaim
-from elasticflow_airflow.waiting.dag_test_leases import LeasedJob, lease_renewer
+from elasticflow_airflow.waiting.leased_jobs import LeasedJob, lease_renewer
 from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 

@@ -45,7 +45,7 @@ from elasticflow_airflow.task.run_deadline import (
 )
 from elasticflow_airflow.task.telemetry import trace_labels
 from elasticflow_airflow.times import duration
-from elasticflow_airflow.waiting.dag_test_leases import LEASE_S, ORPHAN_S
+from elasticflow_airflow.waiting.leased_jobs import LEASE_S, ORPHAN_S
 from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from elasticflow_airflow.api import State
 from elasticflow_airflow.client import ElasticFlowError, JobNotFound, StaleClaim
 from elasticflow_airflow.exceptions import ServiceAway
-from elasticflow_airflow.waiting.dag_test_leases import ENDED_LATER
+from elasticflow_airflow.waiting.leased_jobs import ENDED_LATER
 from elasticflow_airflow.waiting.retrying_client import RetryingClient
 from elasticflow_airflow.waiting.task_states import state_of
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pendulum
 from airflow.sdk.exceptions import AirflowException, AirflowRescheduleException, AirflowTaskTimeout
 
-from elasticflow_airflow.waiting.dag_test_leases import LeasedJob
+from elasticflow_airflow.waiting.leased_jobs import LeasedJob
 
 KILL_WITHIN_S = 4.0
 """Airflow sends SIGKILL five seconds after SIGTERM."""

@@ -13,7 +13,7 @@ from elasticflow_airflow.api import State
 from elasticflow_airflow.client import ElasticFlowClient
 from elasticflow_airflow.operators import ElasticTrainOperator, ElasticTrainSensor
 from elasticflow_airflow.retry_policies import ElasticFlowRetryPolicy
-from elasticflow_airflow.waiting.dag_test_leases import lease_renewer
+from elasticflow_airflow.waiting.leased_jobs import lease_renewer
 
 CURVE = {1: 20.0, 2: 36.0, 4: 64.0}
 SLOW_CURVE = {1: 0.05, 2: 0.1, 4: 0.2}

@@ -21,7 +21,7 @@ from elasticflow_airflow.links import ElasticFlowJobLink
 from elasticflow_airflow.notifications import ElasticFlowNotifier
 from elasticflow_airflow.operators import ElasticTrainOperator
 from elasticflow_airflow.retry_policies import ElasticFlowRetryPolicy
-from elasticflow_airflow.waiting.dag_test_leases import lease_renewer
+from elasticflow_airflow.waiting.leased_jobs import lease_renewer
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from airflow.sdk.definitions.deadline import VariableInterval
 from elasticflow_airflow.api import State
 from elasticflow_airflow.client import ElasticFlowClient
 from elasticflow_airflow.operators import ElasticTrainOperator
-from elasticflow_airflow.waiting.dag_test_leases import lease_renewer
+from elasticflow_airflow.waiting.leased_jobs import lease_renewer
 
 CURVE = {1: 20.0, 2: 36.0, 4: 64.0}
 

@@ -23,7 +23,7 @@ from support.elastic_tasks import Store, context_of, success
 from elasticflow_airflow import task_end_listener
 from elasticflow_airflow.api import Event, State, Verdict
 from elasticflow_airflow.exceptions import JobRejected
-from elasticflow_airflow.waiting.dag_test_leases import lease_renewer
+from elasticflow_airflow.waiting.leased_jobs import lease_renewer
 
 
 @pytest.fixture(autouse=True)

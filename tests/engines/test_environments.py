@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from support.wheels import make_wheel, requirement
 
-from elasticflow_airflow.engines.local.machine import environments
-from elasticflow_airflow.engines.local.machine.environments import Environments, python_in
+from elasticflow_airflow.engines.local.machine import virtual_environments
+from elasticflow_airflow.engines.local.machine.virtual_environments import Environments, python_in
 from elasticflow_airflow.engines.port import EngineError
 
 LIMIT_S = 60.0
@@ -73,7 +73,7 @@ def test_a_failure_says_what_the_installer_said_and_the_next_question_tries_agai
         build(machine, requirement(wheel))
     make_wheel(tmp_path, "late_package")
     build(machine, requirement(wheel))
-    left = [path.name for path in (tmp_path / environments.FOLDER).iterdir() if path.name.startswith(".")]
+    left = [path.name for path in (tmp_path / virtual_environments.FOLDER).iterdir() if path.name.startswith(".")]
     assert not left, "what a failed build has left is deleted"
 
 
@@ -86,7 +86,7 @@ def test_what_is_built_ends_with_the_service(machine: Environments, tmp_path: Pa
     slow = tmp_path / "uv"
     slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nsleep 600\n")
     slow.chmod(0o755)
-    monkeypatch.setattr(environments, "find_uv", lambda: str(slow))
+    monkeypatch.setattr(virtual_environments, "find_uv", lambda: str(slow))
     assert not machine.is_ready(sys.executable, ("anything",))
     until_s = time.monotonic() + LIMIT_S
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
@@ -103,7 +103,7 @@ def test_no_secret_of_the_service_reaches_what_packages_run_when_they_are_built(
     listing = tmp_path / "uv"
     listing.write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\nexit 1\n")
     listing.chmod(0o755)
-    monkeypatch.setattr(environments, "find_uv", lambda: str(listing))
+    monkeypatch.setattr(virtual_environments, "find_uv", lambda: str(listing))
     environ = {"PATH": os.environ["PATH"], "UV_OFFLINE": "1", "ELASTICFLOW_DATABASE_URL": "postgresql://me:secret@db"}
     machine = Environments(tmp_path, environ, set)
     with pytest.raises(EngineError, match="exit code 1"):
@@ -117,9 +117,14 @@ def test_no_secret_of_the_service_reaches_what_packages_run_when_they_are_built(
 def test_environments_that_nobody_uses_are_deleted(
     machine: Environments, tmp_path: Path, used: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environments, "KEPT", 1)
+    monkeypatch.setattr(virtual_environments, "KEPT", 1)
     old, running, many, lately = (requirement(make_wheel(tmp_path, name)) for name in ("one", "two", "three", "four"))
-    for line, age_s in ((old, environments.KEPT_S), (running, environments.KEPT_S), (many, 2 * 86400.0), (lately, 0.0)):
+    for line, age_s in (
+        (old, virtual_environments.KEPT_S),
+        (running, virtual_environments.KEPT_S),
+        (many, 2 * 86400.0),
+        (lately, 0.0),
+    ):
         build(machine, line)
         python = python_in(tmp_path, sys.executable, (line,))
         if line == running:
@@ -134,4 +139,4 @@ def test_without_uv_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "uv", None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EngineError, match=r"pip install 'elasticflow-airflow\[environments\]'"):
-        environments.find_uv()
+        virtual_environments.find_uv()

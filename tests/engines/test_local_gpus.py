@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticflow_airflow.engines.local.environment import worker_environment
+from elasticflow_airflow.engines.local.inherited_variables import worker_environment
 from elasticflow_airflow.engines.local.machine import gpus, layout
 from elasticflow_airflow.engines.local.machine.gpus import Card, Gpu, choose_visible, visible_gpus
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes

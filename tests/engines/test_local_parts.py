@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
 from elasticflow_airflow.engines.local.bridge import prepare_bridge
-from elasticflow_airflow.engines.local.environment import worker_environment
 from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.local.files.generation_folder import Status, WorkerStatus
 from elasticflow_airflow.engines.local.files.records import GangRecord
 from elasticflow_airflow.engines.local.gang_state import Heard, judge_ended
+from elasticflow_airflow.engines.local.inherited_variables import worker_environment
 from elasticflow_airflow.engines.local.machine import slots
 from elasticflow_airflow.engines.local.machine.interpreter import InterpreterCheck
 from elasticflow_airflow.engines.local.machine.layout import parse_virtual_nodes

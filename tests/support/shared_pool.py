@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from elasticflow_airflow.engines.local.environment import worker_environment
+from elasticflow_airflow.engines.local.inherited_variables import worker_environment
 from elasticflow_airflow.engines.local.workers.warm_pool import Key, WarmPool, _Zygote
 
 LENT_ENV = "SHARED_POOL_FD"

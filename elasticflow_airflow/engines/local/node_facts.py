@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticflow_airflow.engines.local.environment import worker_environment
+from elasticflow_airflow.engines.local.inherited_variables import worker_environment
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, SlotLayout
 from elasticflow_airflow.engines.port import EngineError
 from elasticflow_airflow.runtime.protocol import ADDRESS_ENV

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from elasticflow_airflow.engines.local.bridge import prepare_bridge
-from elasticflow_airflow.engines.local.environment import inherited
 from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder, SupervisorSpec
+from elasticflow_airflow.engines.local.inherited_variables import inherited
 from elasticflow_airflow.engines.local.machine import slots, stacks
-from elasticflow_airflow.engines.local.machine.environments import Environments
 from elasticflow_airflow.engines.local.machine.interpreter import InterpreterCheck
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.processes import ProcessId, group_led_by
+from elasticflow_airflow.engines.local.machine.virtual_environments import Environments
 from elasticflow_airflow.engines.local.machines import Trainer
 from elasticflow_airflow.engines.local.node_facts import NodeFacts, layout_of, threads_env
 from elasticflow_airflow.engines.local.workers.supervisor import EXIT_NOT_NEEDED

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorSpec, WorkerSpec
 from elasticflow_airflow.engines.local.files.records import GangRecord
-from elasticflow_airflow.engines.local.machine.environments import python_in
+from elasticflow_airflow.engines.local.machine.virtual_environments import python_in
 from elasticflow_airflow.engines.local.machines import Machines
 from elasticflow_airflow.engines.port import GangSpec
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode

@@ -42,7 +42,7 @@ from elasticflow_airflow.scheduler_core.model.events import CalendarEvent, Event
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job
 from elasticflow_airflow.service.decisions import task_history
-from elasticflow_airflow.service.decisions.faults import SchedulerFaultError
+from elasticflow_airflow.service.decisions.fault_attribution import SchedulerFaultError
 from elasticflow_airflow.service.decisions.next_generation import can_continue, order, unbegun_restart_of
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.documents.job_documents import AmendmentAnswer, StoredVerdict

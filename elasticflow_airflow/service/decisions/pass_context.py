@@ -28,7 +28,7 @@ from elasticflow_airflow.scheduler_core.model.events import (
 )
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import RescaleCosts, Slot
-from elasticflow_airflow.service.decisions.faults import Faults, SchedulerFaultError
+from elasticflow_airflow.service.decisions.fault_attribution import Faults, SchedulerFaultError
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.job_documents import (
     Ending,

@@ -17,7 +17,7 @@ from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import JobState, Slot
-from elasticflow_airflow.service.decisions.faults import Fault, find_culprits
+from elasticflow_airflow.service.decisions.fault_attribution import Fault, find_culprits
 from elasticflow_airflow.service.decisions.pass_context import PassContext, alive, can_be_stopped
 from elasticflow_airflow.service.secrets import redact
 from elasticflow_airflow.service.store.documents.columns import readable

@@ -1,7 +1,7 @@
 """Has the engine verify, copy and delete candidate checkpoints, in threads of its own.
 
 Verifying reads every byte, which may take seconds: the loop asks, continues, and collects the result in a later pass.
-Which checkpoint to use is decided by ``promotion.py`` and ``resuming.py``.
+Which checkpoint to use is decided by ``checkpoint_promotion.py`` and ``resuming.py``.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from elasticflow_airflow.scheduler_core.model.values import JobState, Node, Slot
 from elasticflow_airflow.service import crashpoints
 from elasticflow_airflow.service.decisions import recurring_runs, setting_aside
 from elasticflow_airflow.service.decisions.deciding import record_all
-from elasticflow_airflow.service.decisions.faults import Faults, SchedulerFaultError, ServiceFaultError
+from elasticflow_airflow.service.decisions.fault_attribution import Faults, SchedulerFaultError, ServiceFaultError
 from elasticflow_airflow.service.decisions.foresight import Foresight, foresight_of
 from elasticflow_airflow.service.decisions.pass_context import Absence, Held, PassContext, alive
 from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked

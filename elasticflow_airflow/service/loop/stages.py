@@ -21,11 +21,11 @@ from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.decisions.recurring_runs import RecurringRuns
 from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked
 from elasticflow_airflow.service.loop import (
-    endings,
+    checkpoint_promotion,
     introducing,
     observing,
-    promotion,
     rescaling,
+    restart_or_end,
     slow_workers,
     watching,
 )
@@ -107,7 +107,7 @@ def stages(parts: StageParts) -> tuple[Stage, ...]:
             "record verified checkpoints",
             "candidate checkpoints that passed verification",
             "the checkpoint to continue from",
-            lambda context, seen: promotion.record(context, seen.looked),
+            lambda context, seen: checkpoint_promotion.record(context, seen.looked),
         ),
         Stage(
             "find where to resume",
@@ -137,7 +137,7 @@ def stages(parts: StageParts) -> tuple[Stage, ...]:
             "handle gangs that ended",
             "gangs that ended, and the checkpoint to continue from",
             "restarts, or final outcomes",
-            lambda context, _: endings.settle(context),
+            lambda context, _: restart_or_end.settle(context),
         ),
         Stage(
             "cancel",
@@ -191,7 +191,7 @@ def stages(parts: StageParts) -> tuple[Stage, ...]:
             "finish jobs",
             "final outcomes, and gangs that have left",
             "results",
-            lambda context, _: endings.conclude(context),
+            lambda context, _: restart_or_end.conclude(context),
         ),
         Stage(
             "update expected runs",
@@ -203,7 +203,7 @@ def stages(parts: StageParts) -> tuple[Stage, ...]:
             "request verification",
             "candidates that are not verified yet",
             "answers for the next pass",
-            lambda context, _: promotion.ask(context, parts.candidate_service),
+            lambda context, _: checkpoint_promotion.ask(context, parts.candidate_service),
         ),
         Stage(
             "forget finished jobs",

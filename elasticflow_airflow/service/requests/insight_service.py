@@ -32,7 +32,6 @@ from elasticflow_airflow.api.submission import owner_of
 from elasticflow_airflow.engines.port import EngineNode
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions.foresight import Foresight
-from elasticflow_airflow.service.loop.endings import Held, gpu_seconds, holdings, rescales
 from elasticflow_airflow.service.refusal import Refusal, no_such_job
 from elasticflow_airflow.service.requests import spans
 from elasticflow_airflow.service.requests.reasons import why
@@ -40,6 +39,7 @@ from elasticflow_airflow.service.secrets import shown_args
 from elasticflow_airflow.service.store.documents.columns import readable
 from elasticflow_airflow.service.store.documents.job_documents import Sampling
 from elasticflow_airflow.service.store.documents.submission import StoredSubmission
+from elasticflow_airflow.service.store.held_slots import Held, gpu_seconds, holdings, rescales
 from elasticflow_airflow.service.store.store import Reader, Store
 from elasticflow_airflow.service.store.tables import (
     CandidateRow,

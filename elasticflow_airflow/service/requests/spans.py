@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from elasticflow_airflow.api.insight import Span
 from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.scheduler_core.model.values import Reservation
-from elasticflow_airflow.service.loop.endings import Held, Interval, union
+from elasticflow_airflow.service.store.held_slots import Held, Interval, union
 from elasticflow_airflow.service.store.tables import GenerationRow, JobRow
 from elasticflow_airflow.service.store.views import told
 
@@ -113,7 +113,7 @@ def pause_of(generation: Held) -> float:
 
 
 def computing(generations: Sequence[Held], now: float) -> list[Interval]:
-    """Return when the slots of one job trained: as ``endings.holdings``, without start-up, pauses and last save."""
+    """Return when the slots of one job trained: as ``held_slots.holdings``, without start-up, pauses and last save."""
     by_slot: dict[tuple[str, int], list[Interval]] = {}
     switches = _switches(generations)
     pauses = {g.continues: pause_of(g) for g in generations if g.mode == RescaleMode.IN_PLACE}

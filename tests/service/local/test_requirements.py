@@ -9,7 +9,7 @@ from support.wheels import make_wheel, requirement
 from typer.testing import CliRunner
 
 from elasticflow_airflow.cli.main import app
-from elasticflow_airflow.engines.local.machine.environments import FOLDER
+from elasticflow_airflow.engines.local.machine.virtual_environments import FOLDER
 
 pytest.importorskip("torch", reason="needs torch: pip install elasticflow-airflow[torch]")
 

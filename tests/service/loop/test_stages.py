@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elasticflow_airflow import service
-from elasticflow_airflow.service.decisions.faults import Faults
+from elasticflow_airflow.service.decisions.fault_attribution import Faults
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.loop.reconcile import Reconciler
 from elasticflow_airflow.service.loop.stages import _wake, stages
@@ -32,12 +32,12 @@ STAGES = {
     "self._restore": ("reading what the scheduler remembered of it",),
     "tell_nodes": ("looking whether its workers leave",),
     "observing.fold": ("taking in what its workers report", "writing down what was decided"),
-    "promotion.record": ("taking in what was found out about its checkpoints",),
+    "checkpoint_promotion.record": ("taking in what was found out about its checkpoints",),
     "resuming.record": ("taking in the checkpoint that it goes on from",),
     "rescaling.heal": ("looking after its workers",),
     "slow_workers.watch": ("comparing the speeds of its workers",),
     "record_refusals": ("writing down why its workers did not start",),
-    "endings.settle": ("deciding what the end of its workers means",),
+    "restart_or_end.settle": ("deciding what the end of its workers means",),
     "introducing.cancel": ("cancelling it",),
     "parts.leases.check": ("looking whether its owner is there",),
     "parts.recurring_runs.keep": ("expecting the runs of this task",),
@@ -46,8 +46,8 @@ STAGES = {
     "watching.watch_deadlines": ("watching its deadline",),
     "parts.hang_detector.watch_gangs": ("watching whether its workers hang",),
     "rescaling.break_circles": ("looking for whom it waits",),
-    "endings.conclude": ("bringing it to its end",),
-    "promotion.ask": ("asking what its checkpoints are worth",),
+    "restart_or_end.conclude": ("bringing it to its end",),
+    "checkpoint_promotion.ask": ("asking what its checkpoints are worth",),
     "self._write_states": ("writing down what the scheduler remembers of it",),
     "self._actuator.act": ("starting, changing or stopping its workers", "keeping its workers"),
     # What is done for all of them together, for those that are set aside, or for nobody's gangs.

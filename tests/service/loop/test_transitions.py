@@ -9,7 +9,7 @@ import pytest
 from elasticflow_airflow.api import State
 from elasticflow_airflow.engines.fake.engine import FakeEngine
 from elasticflow_airflow.engines.port import GangState
-from elasticflow_airflow.service.loop import endings
+from elasticflow_airflow.service.loop import restart_or_end
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import (
     GENERATION_TRANSITIONS,
@@ -65,7 +65,7 @@ def test_a_state_that_cannot_follow_sets_aside_the_one_job(make_world, monkeypat
     def wrong(row, state, reason):
         move(row, State.SUBMITTED if row.job_id == bad.job.job_id else state, reason)
 
-    monkeypatch.setattr(endings, "move", wrong)
+    monkeypatch.setattr(restart_or_end, "move", wrong)
     assert world.ended(good).state == "succeeded"
     assert "cannot become submitted" in world.status(bad).set_aside
     assert not world.reconciler.problem

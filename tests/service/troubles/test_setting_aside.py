@@ -17,7 +17,7 @@ from support.service_parts import insight_of, parts_of
 from elasticflow_airflow.api.insight import CalendarRequest, DueRuns
 from elasticflow_airflow.scheduler_core import Scheduler
 from elasticflow_airflow.scheduler_core.decider import Decider
-from elasticflow_airflow.service.decisions.faults import Faults, ServiceFaultError, find_culprits
+from elasticflow_airflow.service.decisions.fault_attribution import Faults, ServiceFaultError, find_culprits
 from elasticflow_airflow.service.http.app import build_app
 from elasticflow_airflow.service.http.parts import InsightServices
 from elasticflow_airflow.service.loop import observing
@@ -639,8 +639,14 @@ def nasty_for(column, number):
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("restarts", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stand", ["train", *(pytest.param(s, marks=pytest.mark.slow) for s in ("leave", "wait"))])
+@pytest.mark.parametrize(
+    ("stand", "restarts"),
+    [
+        ("train", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("leave", False), ("wait", True))),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("train", False), ("leave", True), ("wait", False))),
+    ],
+)
 def test_no_column_of_a_job_stops_the_others(make_world, stand, restarts, number):
     """A job for each column of what is stored of one; whatever these jobs are doing, all others are decided on."""
     columns = [(table, column) for table, column in COLUMNS if table in (JobRow, IncarnationRow, GenerationRow)]

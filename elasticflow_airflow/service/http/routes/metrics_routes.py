@@ -25,8 +25,8 @@ from elasticflow_airflow.runtime.protocol import RescaleMode
 from elasticflow_airflow.service.decisions.setting_aside import slots_of
 from elasticflow_airflow.service.http.lanes import Lanes
 from elasticflow_airflow.service.http.parts import ServiceParts
-from elasticflow_airflow.service.loop.endings import gpu_seconds
 from elasticflow_airflow.service.requests.capacity_service import CapacityWatch
+from elasticflow_airflow.service.store.held_slots import gpu_seconds
 from elasticflow_airflow.service.store.store import Reader
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.views import UNREADABLE

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from elasticflow_airflow.engines.local.environment import inherited
+from elasticflow_airflow.engines.local.inherited_variables import inherited
 from elasticflow_airflow.engines.port import EngineError
 from elasticflow_airflow.requirement_lines import project_of, without_passwords
 

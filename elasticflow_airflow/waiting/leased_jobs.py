@@ -1,9 +1,9 @@
-"""Keeps the jobs of a ``dag.test()`` alive while that process lives, and cancels them when it exits.
+"""The jobs of this process, with the claims by which it may cancel and acknowledge them.
 
-Under ``dag.test()`` one task runs at a time and the pokes of a waiting task may be minutes apart, while its lease is
-short so that a killed test leaves nothing behind. So a background thread renews the leases of this process's jobs, and
-at exit, including Ctrl-C, jobs that have not ended are cancelled. Not used in production: there the triggerer renews
-leases, and a process that ends must not end the job.
+In a ``dag.test()`` they are also kept alive while the process lives, and cancelled when it exits: one task runs at a
+time and the pokes of a waiting task may be minutes apart, while its lease is short so that a killed test leaves nothing
+behind. So a background thread renews the leases of this process's jobs, and at exit, including Ctrl-C, jobs that have
+not ended are cancelled. In production the triggerer renews leases, and a process that ends must not end the job.
 """
 
 from __future__ import annotations

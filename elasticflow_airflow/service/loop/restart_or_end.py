@@ -1,4 +1,4 @@
-"""Ends jobs: decides what the end of their last generation means, and records their result.
+"""Decides what the end of a generation means: its job trains again, or is over. Ends jobs, and records their results.
 
 Works on rows and files of the job; calls no engine. A job is over when its last worker has left and every checkpoint
 is judged.
@@ -6,27 +6,22 @@ is judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 
 from elasticflow_airflow.api import JobResult, State
 from elasticflow_airflow.api.event_data import RestartingData, WarningData, end_data
 from elasticflow_airflow.engines.port import GangOutcome
 from elasticflow_airflow.runtime.protocol import DEVICE_FAULT, UNTRAINED, RescaleMode
 from elasticflow_airflow.scheduler_core.model import events as ev
-from elasticflow_airflow.scheduler_core.model.decisions import Purpose
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions import loss_target, task_history
 from elasticflow_airflow.service.decisions.deciding import feed, feed_ends
 from elasticflow_airflow.service.decisions.pass_context import PassContext
 from elasticflow_airflow.service.store.documents.generation_notes import OutOfMemory
-from elasticflow_airflow.service.store.store import HeldSlots
+from elasticflow_airflow.service.store.held_slots import gpu_seconds, rescales
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import move
-
-Interval = tuple[float, float]
-Held = GenerationRow | HeldSlots
 
 _END_AS: Mapping[str, type[ev.JobEnd]] = {State.SUCCEEDED: ev.JobFinished, State.CANCELLED: ev.JobCancelled}
 
@@ -111,41 +106,6 @@ def result_of(context: PassContext, row: IncarnationRow, state: State) -> JobRes
         gpu_seconds=gpu_seconds(generations, finished_at),
         rescales=rescales(generations),
     )
-
-
-def gpu_seconds(generations: Sequence[Held], now: float) -> float:
-    """Return the seconds for which slots were held; slots shared by two generations (a change in place) count once."""
-    return sum((until - since for since, until in holdings(generations, now)), 0.0)
-
-
-def holdings(generations: Sequence[Held], now: float) -> list[Interval]:
-    """Return when the slots of one job were held, as intervals; those of the same slot do not overlap."""
-    by_slot: dict[tuple[str, int], list[Interval]] = {}
-    for g in generations:
-        if g.holding_at is not None:
-            for node, index in g.placement:
-                until = now if g.ended_at is None else g.ended_at
-                by_slot.setdefault((str(node), int(index)), []).append((g.holding_at, until))
-    return [one for intervals in by_slot.values() for one in union(intervals)]
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals as intervals that do not overlap, in order."""
-    found: list[Interval] = []
-    for since, until in sorted(intervals):
-        if until <= since:
-            continue
-        if found and since <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], until))
-        else:
-            found.append((since, until))
-    return found
-
-
-def rescales(generations: list[GenerationRow]) -> int:
-    """Return how often the number of workers changed between gangs that trained (without profiling)."""
-    sizes = [g.workers for g in generations if g.purpose == Purpose.TRAIN and g.running_at is not None]
-    return sum(1 for before, after in pairwise(sizes) if before != after)
 
 
 def settle(context: PassContext) -> None:
