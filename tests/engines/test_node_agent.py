@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from elasticflow_airflow.cli.main import app
-from elasticflow_airflow.engines.cluster import node_agent, node_link
+from elasticflow_airflow.engines.cluster import job_folder, node_agent, node_link
 from elasticflow_airflow.engines.cluster.agent_server import (
     AgentOptions,
     create_app,
@@ -36,6 +36,7 @@ from elasticflow_airflow.engines.cluster.messages import (
     PushAnswer,
     Seal,
     SupervisorStart,
+    SupervisorState,
 )
 from elasticflow_airflow.engines.cluster.node_agent import NodeAgent
 from elasticflow_airflow.engines.cluster.node_link import NodeLink, with_time
@@ -429,9 +430,33 @@ def test_times_are_converted() -> None:
         assert with_time(FilePart(path="x", data=damaged), 40.0) == damaged
 
 
+def open_link(root: Path) -> NodeLink:
+    probe = StorageProbe(open_shared_storage(root / "shared"))
+    return NodeLink("x", "http://x", TOKEN, root, OwnEpoch(), probe, lambda *_: None, lambda *_: None)
+
+
+def test_no_supervisor_counts_as_dead_while_an_answer_is_taken_that_tells_of_its_start_or_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, folder = open_link(tmp_path), "jobs/job/i000001/supervisors/g000001-node0"
+    (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(NodeLink, "node_ids", ("node0",))
+    write_whole, seen = job_folder.write_whole, list[SupervisorState]()
+
+    def look(path: Path, data: bytes) -> None:
+        write_whole(path, data)
+        seen.append(link.state_of(folder))  # as the engine may, which reads the file that is there now
+
+    monkeypatch.setattr(job_folder, "write_whole", look)
+    status = FilePart(path=f"{folder}/status.json", data=b"{}")
+    link._take(PullAnswer(instance="a", version=1, now_s=0.0, files=[status], supervisors={folder: "alive"}))
+    link._take(PullAnswer(instance="a", version=2, now_s=0.0, files=[status], supervisors={folder: "dead"}))
+    assert seen == [SupervisorState.ALIVE, SupervisorState.ALIVE]
+    assert link.state_of(folder) is SupervisorState.DEAD
+
+
 def test_the_better_comparison_of_clocks_counts(tmp_path: Path) -> None:
-    probe = StorageProbe(open_shared_storage(tmp_path / "shared"))
-    link = NodeLink("x", "http://x", TOKEN, tmp_path, OwnEpoch(), probe, lambda *_: None, lambda *_: None)
+    link = open_link(tmp_path)
     link._compare_clocks(1000.0, 0.002, 960.001)
     assert link.offset_s == pytest.approx(40.0)
     link._compare_clocks(1000.0, 3.0, 962.9)  # It had waited for news.
