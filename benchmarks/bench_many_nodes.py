@@ -7,7 +7,8 @@ jobs with one worker each, best effort. The agents are those that users start; t
 the agent writes what supervisor and trainer would (a sign of life each second, a report as often as a real training by
 default), so that two cores suffice for hundreds. Once all jobs report, the service's requests that tell an agent
 something (``/push``) and the passes of its loop are timed for ``--seconds``: in the service, wall-clock time. Agents
-share the cores with the service here, where elsewhere each has its own; they run at a lower priority.
+share the cores with the service here, where elsewhere each has its own; they run at a lower priority. No job may be
+disturbed meanwhile. Not modelled: checkpoints, workers' output, and changes in place.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ SLOTS = 8
 TICK_S = 0.02
 LOOK_S, BEAT_S = 0.1, 1.0
 STEPS_PER_S = 2
+CLIENTS = 16
 REPORT_S_ENV = "BENCH_REPORT_S"
 TIMES_ENV = "BENCH_TIMES"
 """Where the service writes what it has timed: a line of JSON for each."""
@@ -241,27 +244,28 @@ def start_machines(base: Path, count: int, agents: list[subprocess.Popen[str]]) 
 
 
 def submit(client: ElasticFlowClient, base: Path, count: int) -> list[str]:
-    """Submit the jobs; return their ids."""
+    """Submit the jobs, many at a time; return their ids."""
     code = base / "code"
     code.mkdir()
     (code / "train.py").write_text("")
     snapshot = snapshot_folder(code)
     client.upload_snapshot(snapshot)
-    return [
-        client.submit(
-            JobSubmission(
-                identity=JobIdentity(dag_id=f"many{number}", run_id="r", task_id="train"),
-                command=Command(snapshot=snapshot.sha256, script="train.py"),
-                length=Length(steps=10**7),
-                global_batch_size=8,
-                max_workers=1,
-                best_effort=True,
-                scaling_curve={1: STEPS_PER_S},
-                lease_s=36_000.0,
-            )
-        ).job.job_id
-        for number in range(count)
-    ]
+
+    def one(number: int) -> str:
+        submission = JobSubmission(
+            identity=JobIdentity(dag_id=f"many{number}", run_id="r", task_id="train"),
+            command=Command(snapshot=snapshot.sha256, script="train.py"),
+            length=Length(steps=10**7),
+            global_batch_size=8,
+            max_workers=1,
+            best_effort=True,
+            scaling_curve={1: STEPS_PER_S},
+            lease_s=36_000.0,
+        )
+        return client.submit(submission).job.job_id
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(one, range(count)))
 
 
 def wait(what: str, condition: Callable[[], bool]) -> None:

@@ -42,7 +42,7 @@ def forecast(
     from airflow.sdk.exceptions import AirflowException
 
     from elasticflow_airflow.client import ElasticFlowError
-    from elasticflow_airflow.recurring.runs_to_forecast import BadDagFileError
+    from elasticflow_airflow.recurring.runs_of_dag_files import BadDagFileError
 
     try:
         with reading_the_database():
@@ -73,7 +73,7 @@ def _forecast(dag_files: list[str], hours: float, chosen_conn_id: str | None, *,
     from elasticflow_airflow.cli.forecast import print_outlook
     from elasticflow_airflow.client import ElasticFlowClient, for_looking
     from elasticflow_airflow.hooks import ElasticFlowHook
-    from elasticflow_airflow.recurring.runs_to_forecast import PlannedRuns, connections_of, plan, read_dags, trimmed
+    from elasticflow_airflow.recurring.runs_of_dag_files import PlannedRuns, connections_of, plan, read_dags, trimmed
 
     def tell(line: str, style: str | None = None) -> None:
         """Print a line that is not part of the JSON."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pendulum
 import pytest
 
-from elasticflow_airflow.recurring.runs_to_forecast import BadDagFileError, PlannedRuns, plan, read_dags, trimmed
+from elasticflow_airflow.recurring.runs_of_dag_files import BadDagFileError, PlannedRuns, plan, read_dags, trimmed
 
 NOW = pendulum.datetime(2026, 11, 20, 6)
 HEAD = """

@@ -31,7 +31,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from elasticflow_airflow.engines.cluster.agent_card import AgentCard, only_agent
 from elasticflow_airflow.engines.cluster.job_folder import node_of
-from elasticflow_airflow.engines.cluster.lease_watchdog import LeaseWatchdog
 from elasticflow_airflow.engines.cluster.messages import (
     EnvironmentAnswer,
     EnvironmentRequest,
@@ -46,6 +45,7 @@ from elasticflow_airflow.engines.cluster.messages import (
     StacksRequest,
 )
 from elasticflow_airflow.engines.cluster.node_agent import EarlierRequestError, NodeAgent
+from elasticflow_airflow.engines.cluster.stuck_supervisors import LeaseWatchdog
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
 from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.local.machine.slots import default_lock_dir

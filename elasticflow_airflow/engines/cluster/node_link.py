@@ -447,8 +447,8 @@ class NodeLink:
     # -- up
 
     def _take(self, answer: PullAnswer) -> None:
-        # Whoever reads the files meanwhile finds the status of a supervisor only once it counts as running, and the last
-        # status of one that has ended before it counts as dead.
+        # Whoever reads the files meanwhile finds the status of a supervisor only once it counts as running, and the
+        # last status of one that has ended before it counts as dead.
         running = (SupervisorState.COMING, SupervisorState.ALIVE)
         states = {folder: state for folder, state in answer.supervisors.items() if state in running}
         self.supervisors = {**self.supervisors, **states}

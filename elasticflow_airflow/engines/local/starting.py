@@ -1,6 +1,7 @@
 """Starts a generation: writes the files that its supervisors read, and starts the supervisor processes.
 
-Part of the local engine; knows nothing about earlier or later generations.
+Part of the local engine; knows nothing about earlier or later generations. Secrets are not in these files:
+``node_manager.py`` pipes them to the supervisor, which puts them into the environment of the workers.
 """
 
 from __future__ import annotations

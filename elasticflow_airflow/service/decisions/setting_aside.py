@@ -1,8 +1,8 @@
 """Sets aside jobs that the service fails on, with the reason and their workers kept, so that all others go on.
 
 Only operations that cannot fail are done for them: their workers' leases are renewed, their slots count as held, and
-they can be cancelled. A restarted service, also of a newer version, tries them again. Rows in, rows out; calls no
-engine.
+they can be cancelled. A restarted service, also of a newer version, tries them again. Which jobs these are is decided
+in ``fault_attribution.py``. Rows in, rows out; calls no engine.
 """
 
 from __future__ import annotations

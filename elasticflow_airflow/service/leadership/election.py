@@ -1,6 +1,7 @@
 """One replica's life in the election: it follows, takes the lease when nobody has it, decides, and steps down.
 
-The thread of the lease (``leadership.py``) never waits for what happens here: opening an engine takes a while.
+Who has the lease is decided by one row of the database (``lease_table.py``). The thread of the lease
+(``leadership.py``) never waits for what happens here: opening an engine takes a while.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from elasticflow_airflow.service.decisions.foresight import Foresight, foresight
 from elasticflow_airflow.service.decisions.pass_context import Absence, Held, PassContext, alive
 from elasticflow_airflow.service.job_files.candidates import CandidateService, Looked
 from elasticflow_airflow.service.job_files.snapshots import Snapshots
-from elasticflow_airflow.service.loop import introducing, observing, retention, unknown_gangs, watching
+from elasticflow_airflow.service.loop import introducing, observing, old_job_details, unknown_gangs, watching
 from elasticflow_airflow.service.loop.actuating import Actuator
 from elasticflow_airflow.service.loop.cluster_nodes import nodes_now, set_aside_nodes
 from elasticflow_airflow.service.loop.stages import Seen, StageParts, stages
@@ -117,7 +117,7 @@ class Reconciler:
                 self._hear,
             )
         )
-        self._retention = retention.Retention()
+        self._retention = old_job_details.Retention()
         self._thinking = threading.Lock()
         self._scheduler: Scheduler | None = None
         self._wake_at: float | None = None

@@ -1,4 +1,7 @@
-"""Whether a submission asks for a training that there is already: then it continues that one, or resumes from it."""
+"""Whether a submission asks for a training that there is already: then it continues that one, or resumes from it.
+
+What a retry of an Airflow task does with the success of an earlier attempt is decided in ``task/submitting.py``.
+"""
 
 from __future__ import annotations
 

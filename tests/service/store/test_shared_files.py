@@ -28,8 +28,8 @@ from elasticflow_airflow.service.http.parts import ServiceParts
 from elasticflow_airflow.service.job_files.candidates import CandidateService
 from elasticflow_airflow.service.job_files.snapshots import SnapshotLostError, SnapshotRefusedError, Snapshots
 from elasticflow_airflow.service.leadership.shared_key import OtherKeyError, agree_on_key, forget_lost_key
+from elasticflow_airflow.service.loop.old_job_details import Retention
 from elasticflow_airflow.service.loop.reconcile import Reconciler
-from elasticflow_airflow.service.loop.retention import Retention
 from elasticflow_airflow.service.notify import Notifier
 from elasticflow_airflow.service.refusal import Refusal
 from elasticflow_airflow.service.secrets import SecretBox

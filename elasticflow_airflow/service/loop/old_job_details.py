@@ -2,7 +2,7 @@
 
 Works in small batches, each in its own transaction, and also deletes the logs, reports and plans in the jobs' folders.
 The job with its result and its checkpoints remains: its id stays taken, its numbers never start again, and the history
-from which its task is planned is kept elsewhere.
+from which its task is planned is kept elsewhere. Which checkpoints are kept is decided in ``checkpoint_promotion.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 
 from elasticflow_airflow.engines import job_files
 from elasticflow_airflow.runtime.protocol import checkpoint_dir
-from elasticflow_airflow.service.loop import retention
+from elasticflow_airflow.service.loop import old_job_details
 from elasticflow_airflow.service.store.tables import EngineRecordRow, EventRow, GenerationRow, SampleRow
 from elasticflow_airflow.service.telemetry.tallies import Tallies
 
@@ -105,14 +105,14 @@ def test_what_lives_keeps_everything(world):
     job = world.submit(steps=int(32 * 100 * DAY_S), scaling_curve=CURVE, lease_s=200 * DAY_S)
     world.reach(job, "running")
     world.step(91 * DAY_S)
-    world.step(retention.EVERY_S)
+    world.step(old_job_details.EVERY_S)
     assert len(world.generations(job)) == 1
     assert rows(world, SampleRow)
 
 
 def test_batches_are_small_and_go_on_until_all_is_done(world, monkeypatch):
-    monkeypatch.setattr(retention, "_INCARNATIONS_AT_ONCE", 1)
-    monkeypatch.setattr(retention, "_EVENTS_AT_ONCE", 2)
+    monkeypatch.setattr(old_job_details, "_INCARNATIONS_AT_ONCE", 1)
+    monkeypatch.setattr(old_job_details, "_EVENTS_AT_ONCE", 2)
     jobs = [ended(world, f"r{number}") for number in range(3)]
     world.step(91 * DAY_S)
     left = [len(world.generations(job)) > 0 for job in jobs]

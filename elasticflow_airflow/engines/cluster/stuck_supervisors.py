@@ -1,7 +1,8 @@
 """The second watchdog of leases: a supervisor that stands still can end neither its workers nor itself.
 
-Nearly always the supervisor ends its workers when nobody renews its lease. One that was stopped, or hangs in the
-kernel, is killed from outside, and the kernel kills its workers with it. Until then its slots are its own.
+Nearly always the supervisor (``local/workers/supervisor.py``) ends its workers when nobody renews its lease. One that
+was stopped, or hangs in the kernel, is killed from outside, and the kernel kills its workers with it. Until then its
+slots are its own.
 """
 
 from __future__ import annotations

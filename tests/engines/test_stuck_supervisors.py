@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elasticflow_airflow.engines.cluster.lease_watchdog import LeaseWatchdog
+from elasticflow_airflow.engines.cluster.stuck_supervisors import LeaseWatchdog
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
 from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.port import GangObservation, GangState
@@ -46,7 +46,7 @@ def folder_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease_s: float) -
 def test_who_stands_still_is_killed_when_its_lease_has_ended_long_ago(tmp_path, monkeypatch, stopped) -> None:
     folder = folder_of(tmp_path, monkeypatch, 10.0)
     clock = [1000.0]
-    monkeypatch.setattr("elasticflow_airflow.engines.cluster.lease_watchdog.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("elasticflow_airflow.engines.cluster.stuck_supervisors.time.monotonic", lambda: clock[0])
     watchdog = LeaseWatchdog(lambda: [(stopped, folder)], extra_s=20.0)
     assert watchdog.look() == []
     clock[0] += 29.0
