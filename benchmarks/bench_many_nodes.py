@@ -226,7 +226,7 @@ def run_service() -> None:
         finally:
             note("pass", began_s)
 
-    node_link.NodeLink._post = timed_post  # type: ignore[method-assign]
+    node_link.NodeLink._post = timed_post  # type: ignore[assignment,method-assign]
     Reconciler.run_once = timed_pass  # type: ignore[assignment,method-assign]
     main()
 
