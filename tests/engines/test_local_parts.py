@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticflow_airflow.engines.local import LocalEngine, detect_nodes
+from elasticflow_airflow.engines.local import LocalEngine, detect_nodes, observing
 from elasticflow_airflow.engines.local.bridge import prepare_bridge
 from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.local.files.generation_folder import Status, WorkerStatus
@@ -285,3 +286,16 @@ def _version() -> str:
     import elasticflow_airflow
 
     return elasticflow_airflow.__version__
+
+
+def test_a_start_is_given_up_when_nobody_starts_it_for_long_not_when_it_takes_long(monkeypatch) -> None:
+    now_s, coming = [0.0], [False]
+    monkeypatch.setattr(observing.time, "monotonic", lambda: now_s[0])
+    machines = SimpleNamespace(is_coming_up=lambda _folder: coming[0])
+    observer = observing.Observer(machines, lambda _job: None)
+    job, gang = SimpleNamespace(job_id="job"), SimpleNamespace(generation=1, folders={"node0": None})
+    found = []
+    for at_s, is_coming in ((0, False), (5, True), (40, False), (60, False), (71, False)):
+        now_s[0], coming[0] = float(at_s), is_coming
+        found.append(observer._never_comes(job, gang, "node0", {"node0": None}))
+    assert found == [False, False, False, False, True]

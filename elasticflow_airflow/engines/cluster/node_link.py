@@ -575,8 +575,8 @@ class NodeLink:
         with self._lock:
             for path, env in starts.items():
                 if path not in unfinished and self._starts.get(path) is env:
+                    self._started[path] = self.answers  # First: without either it would not seem to come up.
                     del self._starts[path]
-                    self._started[path] = self.answers
             self._failures |= failures
         if unfinished and self._loop is not None:
             self._loop.call_later(RETRY_S, self._wake.set)

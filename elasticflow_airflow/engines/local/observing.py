@@ -257,10 +257,15 @@ class Observer:
     def _never_comes(
         self, job: JobRecord, gang: GangRecord, node_id: str, statuses: Mapping[str, Status | None]
     ) -> bool:
-        """Return whether a supervisor has never written anything: the service may have died before it started it."""
+        """Return whether a supervisor has never written anything: the service may have died before it started it.
+
+        What counts is for how long nobody has been starting it: on a busy cluster a start may take longer.
+        """
+        what = f"start {node_id}"
         if statuses[node_id] is not None or self._machines.is_coming_up(gang.folders[node_id]):
+            self._first_seen_s.pop((job.job_id, gang.generation, what), None)
             return False
-        return self.elapsed(job, gang, f"start {node_id}", START_LIMIT_S)
+        return self.elapsed(job, gang, what, START_LIMIT_S)
 
     def _given_up(
         self, job: JobRecord, gang: GangRecord, waiting: list[str], statuses: Mapping[str, Status | None]
