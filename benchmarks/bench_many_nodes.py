@@ -97,11 +97,19 @@ class ModelledSupervisor:
             if self._folder.go.exists():
                 self._begin(now_s)
             return True
-        for what, every_s in (("look", LOOK_S), ("beat", BEAT_S), ("report", report_s)):
-            if now_s >= self._due[what]:
-                self._due[what] += every_s
-                if not getattr(self, f"_{what}")(report_s):
-                    return False
+        if self._is_due("look", LOOK_S, now_s) and self._folder.read_order() is not None:
+            self._end()
+            return False
+        if self._is_due("beat", BEAT_S, now_s):
+            self._beat(report_s)
+        if self._is_due("report", report_s, now_s):
+            self._report(report_s)
+        return True
+
+    def _is_due(self, what: str, every_s: float, now_s: float) -> bool:
+        if now_s < self._due[what]:
+            return False
+        self._due[what] += every_s
         return True
 
     def _begin(self, now_s: float) -> None:
@@ -113,19 +121,12 @@ class ModelledSupervisor:
         self._say(ReportKind.STARTED, {"in_place": True, "threads": 1, "micro_batch_size": 8})
         self._due = {what: now_s + random.random() for what in ("look", "beat", "report")}
 
-    def _look(self, _report_s: float) -> bool:
-        if self._folder.read_order() is None:
-            return True
-        self._end()
-        return False
-
-    def _beat(self, report_s: float) -> bool:
+    def _beat(self, report_s: float) -> None:
         for worker in self._spec.workers:
             said = {"step": self._step(report_s), "phase": "train", "at_s": time.time()}
             write_json_atomic(heartbeat_path(self._root, worker.worker_id), said, flush=False)
-        return True
 
-    def _report(self, report_s: float) -> bool:
+    def _report(self, report_s: float) -> None:
         self._reported += 1
         steps = STEPS_PER_S * report_s
         spent = {"data_s": 0.01, "compute_s": 0.9, "reduce_s": 0.05, "wait_s": 0.02, "pause_s": 0.0, "save_s": 0.0}
@@ -135,7 +136,6 @@ class ModelledSupervisor:
         self._say(ReportKind.PROGRESS, {**window, **more}, self._step(report_s))
         if self._reported % WORKER_EVERY == 0:
             self._say(ReportKind.WORKER, window, self._step(report_s))
-        return True
 
     def _end(self) -> None:
         for worker in self._status.workers.values():

@@ -369,5 +369,5 @@ class SchedulerState:
             times += [self.ask_again_s] if expiry is None else [self.ask_again_s, expiry]
         if (self.starves or at_risk) and any(job.mask for job in self.jobs.values()):
             times.append(self.hopeful_s)
-        later = [t for t in times if t > now + TOLERANCE_S]
+        later = [t for t in times if t > soon_s]
         return [WakeMeAt(min(later))] if later else []

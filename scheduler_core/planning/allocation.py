@@ -7,7 +7,7 @@ If a job is predicted to end before its booked end, growth is weighed by the pre
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
@@ -215,12 +215,10 @@ class _RoomToGrow:
         """Return whether some block of a larger size is free, perhaps but for the job's own slots."""
         if self._draft.mask_now(work.job_id) != work.mask:
             return True
-        size, target = work.size, 0
-        for target in work.sizes:
-            if target > size:
-                break
-        if target <= size:
+        larger = bisect_right(work.sizes, work.size)
+        if larger == len(work.sizes):
             return False
+        target = work.sizes[larger]
         known = self._by_size.get(target)
         if known is None:
             layout = self._draft.layout

@@ -361,7 +361,7 @@ class ClusterNodes:
         links = self._at(folder)
         if not links or links[0].answers == 0:
             return True  # The service has just started, and the node has time to answer.
-        return links[0].state_of(self._relative(folder.path)) in (SupervisorState.ALIVE, SupervisorState.COMING)
+        return links[0].state_of(self._relative(folder.path)).is_running
 
     def end_leftovers(self, supervisors: Iterable[tuple[SupervisorFolder, Status | None]]) -> bool:
         """Return whether a node has just killed what was left of these; it does so by itself."""

@@ -35,6 +35,11 @@ class SupervisorState(StrEnum):
     DEAD = "dead"
     """It is not running, nor are its workers."""
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the supervisor's process is there, or being started."""
+        return self in (SupervisorState.COMING, SupervisorState.ALIVE)
+
 
 class Introduction(Message):
     """What an agent says about itself when the service connects."""

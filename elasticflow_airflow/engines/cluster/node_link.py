@@ -231,7 +231,7 @@ class NodeLink:
         """Return whether a supervisor is being started, or was started and has not written a status yet."""
         known = self.supervisors.get(folder)
         # One that is alive has written a status, which has not come here yet.
-        if folder in self._starts or known in (SupervisorState.COMING, SupervisorState.ALIVE):
+        if folder in self._starts or (known is not None and known.is_running):
             return True
         # The answer that was under way when it was started does not know of it yet.
         started = self._started.get(folder)
@@ -449,9 +449,8 @@ class NodeLink:
     def _take(self, answer: PullAnswer) -> None:
         # Whoever reads the files meanwhile finds the status of a supervisor only once it counts as running, and the
         # last status of one that has ended before it counts as dead.
-        running = (SupervisorState.COMING, SupervisorState.ALIVE)
-        states = {folder: state for folder, state in answer.supervisors.items() if state in running}
-        self.supervisors = {**self.supervisors, **states}
+        running = {folder: state for folder, state in answer.supervisors.items() if state.is_running}
+        self.supervisors = {**self.supervisors, **running}
         for file in answer.files:
             try:
                 self._take_file(file)
