@@ -9,6 +9,7 @@ import pytest
 import structlog
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
+from support.marked_files import pytest_collection_modifyitems, pytest_ignore_collect  # noqa: F401  (hooks)
 from support.skips import (  # noqa: F401  (hooks)
     pytest_configure,
     pytest_make_collect_report,

@@ -95,3 +95,22 @@ def test_who_is_done_with_its_own_room_helps_out_in_the_other(
         "tests/service/test_c.py",
         "tests/service/local/test_b.py",
     ]
+
+
+def test_a_run_of_marked_tests_imports_no_file_without_any(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_marked="import pytest\n@pytest.mark.slow\ndef test_long(): pass\ndef test_short(): pass",
+        test_plain="raise AssertionError('imported')",
+    )
+    options = ["-p", "support.marked_files", "-p", "no:cacheprovider"]
+    pytester.runpytest_inprocess(*options, "-m", "slow").assert_outcomes(passed=1)
+    for selected in ([], ["-m", "not soak"], ["-m", "slow", "test_plain.py"]):
+        pytester.runpytest_inprocess(*options, *selected).assert_outcomes(errors=1)
+
+
+def test_a_marked_test_where_nothing_shows_it_is_a_mistake(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("import pytest\ndef pytest_itemcollected(item): item.add_marker(pytest.mark.slow)")
+    pytester.makepyfile(test_plain="def test_long(): pass")
+    result = pytester.runpytest_inprocess("-p", "support.marked_files", "-p", "no:cacheprovider")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*must know what marks tests in *test_plain.py"])

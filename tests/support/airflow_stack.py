@@ -225,13 +225,13 @@ class Stack:
         assert answer.status_code < 400 or answer.status_code == 409, f"{answer.status_code} {answer.text}"
         return Run(self, dag_id, run_id)
 
-    def wait(self, what: str, condition: Callable[[], Any], limit_s: float = PATIENCE_S) -> Any:
-        """Wait for a condition; on failure quote the ends of all logs."""
+    def wait(self, what: str, condition: Callable[[], Any], limit_s: float = PATIENCE_S, every_s: float = 0.2) -> Any:
+        """Wait for a condition; on failure quote the ends of all logs. One that asks for much is not asked often."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end and not self.closing:
             if found := condition():
                 return found
-            time.sleep(0.2)
+            time.sleep(every_s)
         raise AssertionError(f"not within {limit_s} s: {what}\n{self.tails()}")
 
     def tails(self) -> str:

@@ -20,7 +20,7 @@ def told_while_deferred(stack: Stack, dag_id: str) -> None:
     """
     run = stack.run(dag_id)
     run.reach("deferred")
-    stack.wait("somebody is told", lambda: "TOLD Training" in run.log(1))
+    stack.wait("somebody is told", lambda: "TOLD Training" in run.log(1), every_s=2.0)
     run.reach("deferred")
     said = run.log(1)
     assert said.count("TOLD Training") == 1

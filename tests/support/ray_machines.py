@@ -28,7 +28,7 @@ print(*(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeNa
 _RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
 _START = (
     *(*_RAY, "start", "--block"),
-    *("--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats"),
+    *("--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats", "--include-log-monitor=false"),
 )
 
 

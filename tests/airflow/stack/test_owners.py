@@ -62,18 +62,22 @@ def test_many_are_killed_at_once_while_the_service_restarts(stack: Stack) -> Non
     submit_all(stack, service.client)
     body = {"logical_date": None, "dag_run_id": run.run_id}
     stack.do("POST", f"/api/v2/dags/{MANY}/dagRuns", json=body)
-    stack.wait("all are deferred", lambda: states_of(stack, run) == {"deferred": COUNT})
+    stack.wait("all are deferred", lambda: states_of(stack, run) == {"deferred": COUNT}, every_s=1.0)
     since = time.time()
-    stack.wait("all triggers wait", lambda: all((job.heard_at or 0.0) > since for job in owned(service.client, MANY)))
+    stack.wait(
+        "all triggers wait",
+        lambda: all((job.heard_at or 0.0) > since for job in owned(service.client, MANY)),
+        every_s=1.0,
+    )
     service.kill()
     run.mark_run("failed")
     marked_at = time.monotonic()
     assert states_of(stack, run) == {"failed": COUNT}
     stack.kill("api-server")
     try:
-        stack.wait("their triggers were told", lambda: triggerer_says(stack, "invoking on_kill") >= COUNT)
+        stack.wait("their triggers were told", lambda: triggerer_says(stack, "invoking on_kill") >= COUNT, every_s=1.0)
         service.start()
-        stack.wait("all are over", lambda: all(job.state.terminal for job in jobs_of(stack, run)))
+        stack.wait("all are over", lambda: all(job.state.terminal for job in jobs_of(stack, run)), every_s=1.0)
         print(f"all {COUNT} over {time.monotonic() - marked_at:.1f} s after they were marked")
     finally:
         stack.start("api-server")

@@ -202,6 +202,7 @@ def test_a_takeover_while_a_node_is_silent_goes_on_without_it(takeover_bench: Ta
 
 
 @pytest.mark.ray
+@pytest.mark.soak  # On replicas: service/cluster/test_ray_replicas.py.
 def test_on_ray_agents_are_spoken_to_before_ray_is_there(ray_bench: RayBench) -> None:
     bench, lease = ray_bench, Lease(ray_bench.base)
     bench.engine.close()
