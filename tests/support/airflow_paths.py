@@ -7,8 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from support.airflow_stack import Stack
 
-_AT_ONCE = 12
-"""So many paths are walked at the same time, as many as have a worker: they mostly wait, for Airflow or for a clock."""
+_AT_ONCE = 8
+"""So many paths are walked at the same time: they mostly wait, for Airflow or for a clock. More keep its API from
+answering."""
 
 Path = Callable[[Stack, str], None]
 """Walks one path: the stack, and the id of the path's DAG."""

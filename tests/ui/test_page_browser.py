@@ -332,7 +332,7 @@ def test_airflows_navigation_leads_to_the_page(look: Any) -> None:
     frame = page.frame_locator("iframe[title=ElasticFlow]")
     frame.get_by_role("heading", name="Jobs on slots").wait_for()
     frame.get_by_role("link", name="Jobs", exact=True).click()
-    frame.get_by_role("link", name="nightly · train").wait_for()
+    frame.get_by_role("row").get_by_role("link", name="nightly · train").wait_for()
     wait("Airflow's address names the view", lambda: page.url.endswith("#/jobs"))
     page.reload()
     page.frame_locator("iframe[title=ElasticFlow]").get_by_role("link", name="nightly · train").wait_for()
