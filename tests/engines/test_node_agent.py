@@ -51,7 +51,7 @@ from elasticflow_airflow.engines.local.files.generation_folder import (
     WorkerStatus,
 )
 from elasticflow_airflow.engines.port import EngineError
-from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
+from elasticflow_airflow.runtime.protocol import Membership, Report, ReportKind, RescaleMode
 
 TOKEN = "a-token-of-the-tests"
 HERE = "jobs/job/i000001"
@@ -522,3 +522,65 @@ def test_the_spec_of_a_job_without_requirements_is_one_that_earlier_agents_read(
     asked = spec(tmp_path, requirements=("numpy==2.1",), base_python="/usr/bin/python3")
     folder.write_spec(asked)
     assert folder.read_spec() == asked
+
+
+def plan_of(members: int) -> bytes:
+    found = [{"worker_id": f"g000001-r{n:03d}", "rank": n, "node_id": "n0", "slot_index": n} for n in range(members)]
+    return json.dumps({"generation": 1, "mode": "restart", "members": found}).encode()
+
+
+def test_signs_of_life_are_told_of_workers_that_have_others(agent: NodeAgent, tmp_path: Path) -> None:
+    """Of one alone nobody compares them with anything, and each costs the service the writing of a file."""
+    give_spec(agent, tmp_path)
+    beat = agent.root / HERE / "heartbeats" / f"{WORKER}.json"
+    beat.parent.mkdir(parents=True)
+    beat.write_text('{"step": 1, "phase": "train", "at_s": 1.0}')
+    assert f"heartbeats/{beat.name}" in paths(pull(agent)), "there is no plan yet"
+    for members, is_told in ((1, False), (2, True), (1, False)):
+        give(agent, (f"{HERE}/membership.json", plan_of(members)))
+        beat.write_text(json.dumps({"step": members, "phase": "train", "at_s": time.time()}))
+        assert (f"heartbeats/{beat.name}" in paths(pull(agent))) == is_told
+
+
+def report_line(kind: str, **data: Any) -> bytes:
+    return Report(kind=ReportKind(kind), generation=1, worker_id=WORKER, rank=0, step=3, data=data).to_line()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "is_urgent"),
+    [
+        (f"reports/g000001-{WORKER}.jsonl", report_line("progress", loss=1.0) + report_line("worker"), False),
+        (f"reports/g000001-{WORKER}.jsonl", report_line("progress") + report_line("started"), True),
+        (f"reports/g000001-{WORKER}.jsonl", report_line("progress", note='"kind":"started"'), False),
+        (f"reports/g000001-{WORKER}.jsonl", b"what a script has written\n", True),
+        (f"reports/g000001-{WORKER}.jsonl", b"x" * node_agent.PART_BYTES, True),
+        (f"heartbeats/{WORKER}.json", b'{"step": 1, "phase": "train", "at_s": 1.0}', False),
+        (f"logs/{WORKER}.log.0", b"epoch 1\n", False),
+        ("supervisors/g000001.failed", b"{}", True),
+        ("supervisors/g000001-n0/warm", b"", True),
+        (f"rendezvous/{WORKER}.json", b"{}", True),
+    ],
+)
+def test_what_nobody_waits_for_is_collected_for_a_moment(
+    agent: NodeAgent, client: TestClient, tmp_path: Path, name: str, content: bytes, is_urgent: bool
+) -> None:
+    give_spec(agent, tmp_path)
+    pull(agent)
+    version = pull(agent).version
+    path = agent.root / HERE / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    answer = pull(agent, version)
+    assert paths(answer) == [name]
+    assert agent.is_urgent(answer, version) == is_urgent
+    asked = {"epoch": 1, "version": version, "wait_s": 0.2}  # It waits no longer than it is asked to.
+    assert [file["path"] for file in client.post("/pull", json=asked).json()["files"]] == [f"{HERE}/{name}"]
+
+
+def test_a_state_that_changes_is_told_at_once(agent: NodeAgent, tmp_path: Path) -> None:
+    give_spec(agent, tmp_path)
+    version = pull(agent).version
+    SupervisorFolder(agent.root / FOLDER).write_status(Status())
+    answer = pull(agent, version)
+    assert agent.is_urgent(answer, version)
+    assert not agent.is_urgent(pull(agent, answer.version), answer.version)

@@ -54,6 +54,8 @@ TOKEN_ENV = "ELASTICFLOW_NODE_TOKEN"  # noqa: S105  (its name)
 LOOK_S = 0.05
 """Period with which a waiting request looks for changes."""
 LONGEST_WAIT_S = 5.0
+TOGETHER_S = 0.25
+"""For so long what nobody waits for is collected before it is told: each answer costs the service time."""
 LARGEST_BODY_BYTES = 256 << 20
 _OWNER_LOOK_S = 0.2
 _SIOCGIFADDR = 0x8915
@@ -80,12 +82,15 @@ def create_app(agent: NodeAgent, token: str) -> FastAPI:
 
     @app.post("/pull")
     async def pull(pull: Pull, request: Request) -> PullAnswer:
-        end_s = time.monotonic() + min(pull.wait_s, LONGEST_WAIT_S)
+        begun_s = time.monotonic()
         while True:
             with _as_http():
                 answer = await asyncio.to_thread(agent.pull, pull)
+            waited_s = time.monotonic() - begun_s
+            is_over = waited_s >= min(pull.wait_s, LONGEST_WAIT_S)
             news = answer.files or answer.version != pull.version
-            if news or time.monotonic() >= end_s or await request.is_disconnected():
+            is_told = news and (waited_s >= TOGETHER_S or agent.is_urgent(answer, pull.version))
+            if is_told or is_over or await request.is_disconnected():
                 return answer
             await asyncio.sleep(LOOK_S)
 

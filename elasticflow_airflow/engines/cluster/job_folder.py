@@ -7,6 +7,7 @@ do not know that their files travel.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -59,6 +60,7 @@ class Place:
     worker_id: str | None = None
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def place_of(path: str) -> Place | None:
     """Return what a relative path says about its file; None when the file does not travel, or is none of ours."""
     parts = path.split("/")
@@ -138,15 +140,6 @@ def _across(root: Path, incarnation: str) -> list[str]:
     return [path for path in found if place_of(path) is not None]  # not the folders of supervisors
 
 
-def stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is replaced, touched or extended: (inode, mtime in ns, size); None without it."""
-    try:
-        found = path.lstat()
-    except OSError:  # It is not there, or a script has made something else of a folder above it.
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
 def read_whole(path: Path) -> bytes | None:
     """Read a file that is sent whole; None when it is missing, too large or no regular file."""
     most = _SMALL_BYTES if path.parent.name in ("heartbeats", "rendezvous") else LARGEST_BYTES
@@ -165,7 +158,17 @@ def read_part(path: Path, offset: int, limit: int) -> bytes:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file atomically. Raises OSError."""
+    """Replace a file atomically; only one thread at a time may replace the same one. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.new")  # A random name, as others need it, costs more than the writing.
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb", 0) as file:
+            is_whole = file.write(data) == len(data)
+        if is_whole:
+            temporary.replace(path)
+            return
+    except OSError:
+        pass  # Its folder is not there, or a script has put something else in its place.
     write_atomic(path, data, flush=False)
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,13 +43,14 @@ from elasticflow_airflow.engines.cluster.recall import Recalled, files_here
 from elasticflow_airflow.engines.cluster.shared_storage import answer_probe, open_shared_storage
 from elasticflow_airflow.engines.job_files import remove
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, SupervisorSpec
+from elasticflow_airflow.engines.local.files.statuses import Statuses, is_settled, stamp_of
 from elasticflow_airflow.engines.local.machine import stacks
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.processes import ProcessId, boot_id
 from elasticflow_airflow.engines.local.node_manager import NodeManager
 from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
 from elasticflow_airflow.engines.port import EngineError
-from elasticflow_airflow.runtime.protocol import Membership, write_atomic
+from elasticflow_airflow.runtime.protocol import Membership, ReportKind, membership_path, write_atomic
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 PART_BYTES = 256 * 1024
@@ -64,6 +65,7 @@ CODE_REST_S = 24 * 3600.0
 """Code that no job uses is kept for this long after it came: the next run has probably the same."""
 _UNREADABLE = b'{"unreadable": "a script has made something else of this file"}'
 _TRASH = ".trash-"
+_OF_PROGRESS = [f'"kind":"{kind}"'.encode() for kind in (ReportKind.PROGRESS, ReportKind.WORKER)]
 
 logger = logging.getLogger("elasticflow.node")
 
@@ -91,6 +93,9 @@ class _Watched:
     """By path, what was sent here: it is not sent back."""
     workers: dict[str, set[str]] = field(default_factory=dict)
     """By supervisor folder, the ids of its workers."""
+    plan_stamp: tuple[int, int, int] | None = None
+    is_alone: bool = False
+    """Whether the plan with this stamp has one worker at most."""
 
 
 class NodeAgent:
@@ -128,6 +133,9 @@ class NodeAgent:
         self._turn = 0
         self._told: tuple[object, ...] = ({}, {}, None)
         """The states of supervisors and slots, and when the machine goes away, in the last answer."""
+        self._told_version = 0
+        """As of which version they are so."""
+        self._statuses = Statuses()
         self._discarded: set[str] = set()
         """Incarnations whose files are to be deleted."""
         self._theirs: dict[str, int] = {}
@@ -294,7 +302,8 @@ class NodeAgent:
         over = {incarnation for incarnation in self._discarded if not self._runs(incarnation)}
         self._discarded -= over
         for incarnation in over:
-            self._watched.pop(incarnation, None)
+            if incarnation in self._watched:
+                self._unwatch(incarnation)
             self._throw_away(self._root / incarnation)
         if over:
             used = {_code_of(path) for path in self._root.glob("jobs/*/*/supervisors/*/spec.json")}
@@ -343,6 +352,7 @@ class NodeAgent:
             if self._told != (supervisors, holders, leaves_at):
                 self._told = (supervisors, holders, leaves_at)
                 self._version += 1
+                self._told_version = self._version
             return PullAnswer(
                 instance=self._instance,
                 version=self._version,
@@ -352,6 +362,10 @@ class NodeAgent:
                 holders=holders,
                 leaving_at=leaves_at,
             )
+
+    def is_urgent(self, answer: PullAnswer, version: int) -> bool:
+        """Return whether somebody waits for what has changed since a version: not for signs of life and progress."""
+        return self._told_version > version or not all(_can_wait(file) for file in answer.files)
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._epoch:
@@ -421,7 +435,7 @@ class NodeAgent:
     def _state_of(self, folder: SupervisorFolder) -> SupervisorState | None:
         """Return the state of a supervisor; None when it has ended and said so."""
         try:
-            status = folder.read_status()
+            status = self._statuses.read(folder)
             if status is None:
                 return SupervisorState.COMING if self._manager.is_coming_up(folder) else SupervisorState.DEAD
             if status.ended:
@@ -460,12 +474,18 @@ class NodeAgent:
             answer += parts
             room -= sum(len(part.data) for part in parts)
             if not watched.held and time.monotonic() - watched.changed_s > REST_S and not self._runs(incarnation):
-                del self._watched[incarnation]
+                self._unwatch(incarnation)
         return answer
+
+    def _unwatch(self, incarnation: str) -> None:
+        del self._watched[incarnation]
+        for _, path in job_folder.supervisor_folders(self._root, incarnation, self._manager.nodes):
+            self._statuses.forget(SupervisorFolder(self._root / path))
 
     def _changed_of(self, incarnation: str, watched: _Watched, version: int, room: int) -> list[FilePart]:
         answer: list[FilePart] = []
         whole, growing = self._look_at(incarnation, watched)
+        whole = [path for path in whole if watched.seen[path].version > version or path in watched.held]
         statuses = {path: job_folder.read_whole(self._root / path) for path in whole if path[-12:] == "/status.json"}
         behind: set[str] = set()
         for path, place in growing:
@@ -480,8 +500,6 @@ class NodeAgent:
             if theirs + len(data) < size and place.worker_id is not None:
                 behind.add(place.worker_id)
         for path in whole:
-            if watched.seen[path].version <= version and path not in watched.held:
-                continue
             content = statuses[path] if path in statuses else job_folder.read_whole(self._root / path)
             if content is None and path not in statuses:
                 continue
@@ -501,9 +519,12 @@ class NodeAgent:
     def _look_at(self, incarnation: str, watched: _Watched) -> tuple[list[str], list[tuple[str, Place]]]:
         """Return the files that are sent whole, with new versions for changed ones, and those that grow."""
         own = self._own_workers(incarnation)
+        is_alone = self._is_alone(incarnation, watched)
         whole, growing = [], []
         for path in job_folder.files_up(self._root, incarnation, self._manager.nodes):
-            place, stamp = job_folder.place_of(path), job_folder.stamp_of(self._root / path)
+            if is_alone and _is_heartbeat(path):
+                continue
+            place, stamp = job_folder.place_of(path), stamp_of(self._root / path)
             if place is None or stamp is None or (place.worker_id is not None and place.worker_id not in own):
                 continue
             if place.grows:
@@ -520,6 +541,17 @@ class NodeAgent:
             whole.append(path)
         return whole, growing
 
+    def _is_alone(self, incarnation: str, watched: _Watched) -> bool:
+        """Return whether a job has one worker: nobody compares its signs of life with those of others."""
+        folder = self._root / incarnation
+        stamp = stamp_of(membership_path(folder))
+        if stamp is None or stamp != watched.plan_stamp:
+            watched.plan_stamp, watched.is_alone = stamp if is_settled(stamp) else None, False
+            with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # A script has damaged it.
+                plan = Membership.read(folder)
+                watched.is_alone = plan is not None and len(plan.members) < 2
+        return watched.is_alone
+
     def _own_workers(self, incarnation: str) -> set[str]:
         """Return the ids of the workers that were started here."""
         known = self._watched[incarnation].workers if incarnation in self._watched else {}
@@ -533,7 +565,7 @@ class NodeAgent:
         return set(itertools.chain.from_iterable(known.values()))
 
     def _size(self, path: str) -> int:
-        stamp = job_folder.stamp_of(self._root / path)
+        stamp = stamp_of(self._root / path)
         return 0 if stamp is None else min(stamp[2], job_folder.LARGEST_GROWN_BYTES)
 
     def _complain(self, path: Path, error: Exception) -> None:
@@ -596,6 +628,20 @@ def _code_of(spec: Path) -> str | None:
     except (ValueError, AttributeError, RecursionError):
         return None  # A script has damaged it.
     return found if isinstance(found, str) else None
+
+
+def _can_wait(file: FilePart) -> bool:
+    """Return whether a file only says that workers go on, and there is not more of it than fits into an answer."""
+    if len(file.data) >= PART_BYTES:
+        return False
+    folder = file.path.split("/")[3]
+    if folder == "reports":
+        return sum(file.data.count(kind) for kind in _OF_PROGRESS) == file.data.count(b"\n")
+    return folder == "logs" or _is_heartbeat(file.path)
+
+
+def _is_heartbeat(path: str) -> bool:
+    return "/heartbeats/" in path
 
 
 def _ended_workers(status: bytes) -> set[str]:

@@ -46,12 +46,15 @@ from elasticflow_airflow.engines.cluster.messages import (
 from elasticflow_airflow.engines.cluster.recall import Recalled, Taker
 from elasticflow_airflow.engines.cluster.shared_storage import StorageProbe
 from elasticflow_airflow.engines.local.files import worker_logs
+from elasticflow_airflow.engines.local.files.statuses import stamp_of
 from elasticflow_airflow.engines.port import Fencing, SupersededError
 
 PULL_WAIT_S = 0.5
 """How long an agent may wait for news: a node that lives answers at least this often."""
 ANSWER_LIMIT_S = 3.0
 RETRY_S = 0.3
+REFUSED_S = 1.0
+"""A file that a node has refused is sent to it again after this time."""
 NEW_AGENT_S = 2.0
 BATCH_S = 0.01
 """Changes that come within this time are sent together."""
@@ -493,7 +496,7 @@ class NodeLink:
             self._on_across(self, file.path)
 
     def _size(self, path: str) -> int:
-        stamp = job_folder.stamp_of(self._root / path)
+        stamp = stamp_of(self._root / path)
         return 0 if stamp is None else stamp[2]
 
     def _size_after(self, part: FilePart) -> int:
@@ -549,10 +552,11 @@ class NodeLink:
         except BaseException:
             self._want(wanted)
             raise
+        refused = {job_folder.incarnation_of(path) for path in answer.refused if stamps.pop(path, None) is not None}
         for path, reason in answer.refused.items():
-            # It is sent again when the job is published again, which happens all the time while it lives.
-            stamps.pop(path, None)
             self._complain_of(path, reason)
+        if refused and self._loop is not None:
+            self._loop.call_later(REFUSED_S, self._want, _Wanted(incarnations=refused))
         self._sent |= stamps
         self._forget(set(discards))
         self._took_starts(starts, answer)
@@ -620,7 +624,7 @@ class NodeLink:
 
     def _part(self, path: str, stamps: dict[str, tuple[int, int, int]]) -> FilePart | None:
         """Return what has changed of a file since it was sent; None when nothing has, or it came from there."""
-        stamp, place = job_folder.stamp_of(self._root / path), job_folder.place_of(path)
+        stamp, place = stamp_of(self._root / path), job_folder.place_of(path)
         if stamp is None or place is None or path in self._came or self._sent.get(path) == stamp:
             return None
         stamps[path] = stamp

@@ -16,6 +16,7 @@ from pathlib import Path
 from elasticflow_airflow.engines.cluster import job_folder
 from elasticflow_airflow.engines.cluster.job_folder import Direction, Place
 from elasticflow_airflow.engines.cluster.messages import FilePart
+from elasticflow_airflow.engines.local.files.statuses import stamp_of
 from elasticflow_airflow.engines.local.node_facts import NodeFacts
 
 _SESSION, _PLAN = "session.json", "membership.json"
@@ -84,7 +85,7 @@ class Taker:
     def take(self, recalled: Recalled) -> dict[str, tuple[int, int, int]]:
         """Return the files that are now as the node has them, by path, with their stamps."""
         with _TAKING:
-            taken = ((path, job_folder.stamp_of(self.root / path)) for path in self._take_all(recalled))
+            taken = ((path, stamp_of(self.root / path)) for path in self._take_all(recalled))
             return {path: stamp for path, stamp in taken if stamp is not None}
 
     def _take_all(self, recalled: Recalled) -> list[str]:
@@ -113,7 +114,7 @@ class Taker:
         path = self.root / part.path
         name, is_there = path.name, path.exists()
         if part.offset is not None:
-            stamp = job_folder.stamp_of(path)
+            stamp = stamp_of(path)
             if not is_copy or stamp is None or stamp[2] < len(part.data):
                 job_folder.write_part(path, part.offset, part.data)
             return not is_copy

@@ -26,10 +26,10 @@ from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_
 from elasticflow_airflow.engines.local.machines import Machines, Trainer
 from elasticflow_airflow.engines.local.node_facts import layout_of
 from elasticflow_airflow.engines.local.node_manager import NodeManager
-from elasticflow_airflow.engines.local.observing import Observer, trainers_of
+from elasticflow_airflow.engines.local.observing import Observer
 from elasticflow_airflow.engines.local.starting import Starter
 from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
-from elasticflow_airflow.engines.port import EngineError, EngineNode, GangObservation, GangSpec, LogChunk
+from elasticflow_airflow.engines.port import EngineError, EngineNode, GangObservation, GangSpec, GangState, LogChunk
 from elasticflow_airflow.runtime.protocol import Membership, RescaleMode
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
@@ -183,6 +183,8 @@ class TorchrunEngine:
 
     def _follow_up(self, job: JobRecord, gangs: list[GangObservation]) -> list[GangObservation]:
         """End workers that are overdue to leave, and serve gangs that wait for others to leave."""
+        if len(gangs) == 1 and _goes_on(gangs[0]):
+            return gangs  # Nobody is to leave, nobody waits, and the look at it has ordered nothing.
         troubles: list[str] = []
         with self._trouble_of_one(troubles), self._published(job):
             self._end_stragglers(job)
@@ -274,7 +276,7 @@ class TorchrunEngine:
             for gang in job.gangs.values() if job is not None else ():
                 if job is not None and gang.started and not self._observer.has_ended(job, gang):
                     with as_engine_errors(self._state_dir):
-                        trainers |= trainers_of(gang)
+                        trainers |= self._observer.trainers(gang)
         if not self._asking.acquire(timeout=stacks.LIMIT_S):
             raise EngineError("the stacks of other workers are being asked for; ask again in a moment")
         try:
@@ -566,6 +568,12 @@ class TorchrunEngine:
             raise
         self._saved[job.job_id] = raw
         self._jobs[job.job_id] = job
+
+
+def _goes_on(gang: GangObservation) -> bool:
+    """Return whether all workers of a gang train."""
+    trains = gang.state is GangState.RUNNING and not gang.trouble
+    return trains and all(worker.pid is not None and worker.exit_code is None for worker in gang.workers)
 
 
 def _on_record(job: JobRecord) -> Iterator[SupervisorFolder]:

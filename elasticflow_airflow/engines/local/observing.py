@@ -15,6 +15,7 @@ from pathlib import Path
 
 from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder
 from elasticflow_airflow.engines.local.files.records import GangRecord, JobRecord
+from elasticflow_airflow.engines.local.files.statuses import Statuses
 from elasticflow_airflow.engines.local.gang_state import (
     GangVerdict,
     Heard,
@@ -38,6 +39,7 @@ class Observer:
 
     def __init__(self, machines: Machines, save: Callable[[JobRecord], None]) -> None:
         self._machines, self._save = machines, save
+        self._statuses = Statuses()
         self._last: dict[tuple[str, int], GangObservation] = {}
         """Last observations of gangs that have not ended, without the reports."""
         self._were_held: set[tuple[str, int]] = set()
@@ -60,6 +62,8 @@ class Observer:
         self._last.pop(key, None)
         self._unsent.pop(key, None)
         self._were_held.discard(key)
+        for folder in gang.folders.values():
+            self._statuses.forget(folder)
         for member in gang.members:
             self._offsets.pop((job.job_id, gang.generation, member.worker_id), None)
         for what in [known for known in self._first_seen_s if known[:2] == key]:
@@ -70,7 +74,7 @@ class Observer:
         key = (job.job_id, gang.generation)
         if key in self._ended:
             return replace(self._ended[key], reports=self._unsent.get(key, ()))
-        statuses = read_statuses(gang)
+        statuses = self._read_statuses(gang)
         # Read statuses first: a worker that has ended by then adds no more reports.
         verdict_of_end = self._end_of(job, gang, statuses)
         news = self._new_reports(job, gang)
@@ -200,7 +204,7 @@ class Observer:
         if self.was_seen_to_end(job, gang):
             return True
         try:
-            return self._end_of(job, gang, read_statuses(gang)) is not None
+            return self._end_of(job, gang, self._read_statuses(gang)) is not None
         except (OSError, ValueError, TypeError, AttributeError):
             return not self._is_there(job, gang)
 
@@ -239,7 +243,7 @@ class Observer:
                 (waiting if alive else lost).append(node_id)
         # Reread the status of lost supervisors: one may have written its final status after the first read.
         for node_id in list(lost):
-            again = gang.folders[node_id].read_status()
+            again = self._statuses.read(gang.folders[node_id])
             if again is not None and again.ended:
                 lost.remove(node_id)
                 statuses[node_id] = _of_members(again, gang)
@@ -305,7 +309,7 @@ class Observer:
         self, gang: GangRecord, statuses: Mapping[str, Status | None] | None = None
     ) -> tuple[WorkerObservation, ...]:
         """Return each member as given by the statuses. The kernel kills the workers of a supervisor that has died."""
-        statuses = read_statuses(gang) if statuses is None else statuses
+        statuses = self._read_statuses(gang) if statuses is None else statuses
         folders = gang.folders
         orphaned = {
             key
@@ -340,6 +344,26 @@ class Observer:
                 )
             )
         return tuple(found)
+
+    def trainers(self, gang: GangRecord) -> dict[str, Trainer]:
+        """Return the trainer of each member that has not ended."""
+        statuses = [status for status in self._read_statuses(gang).values() if status is not None]
+        known = {worker_id: worker for status in statuses for worker_id, worker in status.workers.items()}
+        found: dict[str, Trainer] = {}
+        for member in gang.members:
+            worker = known.get(member.worker_id)
+            if worker is None or not worker.ended:
+                path = stacks_path(Path(gang.incarnation_dir), member.worker_id)
+                found[member.worker_id] = Trainer(member.node_id, None if worker is None else worker.trainer, path)
+        return found
+
+    def _read_statuses(self, gang: GangRecord) -> dict[str, Status | None]:
+        """Return the last statuses of the supervisors of a gang's members, restricted to these members."""
+        found = {}
+        for key, folder in gang.folders.items():
+            status = self._statuses.read(folder)
+            found[key] = None if status is None else _of_members(status, gang)
+        return found
 
     def _new_reports(self, job: JobRecord, gang: GangRecord) -> tuple[Report, ...]:
         """Return all new reports of a gang: in order for each worker, and merged by time across workers."""
@@ -380,15 +404,6 @@ def lost_unseen(before: GangObservation, trouble: str) -> GangObservation:
     )
 
 
-def read_statuses(gang: GangRecord) -> dict[str, Status | None]:
-    """Return the last statuses of the supervisors of a gang's members, restricted to these members."""
-    found = {}
-    for key, folder in gang.folders.items():
-        status = folder.read_status()
-        found[key] = None if status is None else _of_members(status, gang)
-    return found
-
-
 def _of_members(status: Status, gang: GangRecord) -> Status:
     """Return a status without workers that are not in this generation."""
     members = {worker_id: worker for worker_id, worker in status.workers.items() if worker_id in gang.worker_ids}
@@ -401,15 +416,3 @@ def _of_members(status: Status, gang: GangRecord) -> Status:
         failed=status.failed and failed,
         ended=status.ended or (bool(members) and all(worker.ended for worker in members.values())),
     )
-
-
-def trainers_of(gang: GangRecord) -> dict[str, Trainer]:
-    """Return the trainer of each member that has not ended."""
-    known = {w: worker for status in read_statuses(gang).values() if status for w, worker in status.workers.items()}
-    found: dict[str, Trainer] = {}
-    for member in gang.members:
-        worker = known.get(member.worker_id)
-        if worker is None or not worker.ended:
-            path = stacks_path(Path(gang.incarnation_dir), member.worker_id)
-            found[member.worker_id] = Trainer(member.node_id, None if worker is None else worker.trainer, path)
-    return found

@@ -96,8 +96,7 @@ class Actuator:
         generations = context.open_of(row)
         due = context.due(row)
         if due is not None and due.desired == "run" and not row.terminal:
-            settled = not renew and self._is_settled(row, due)
-            if due.state != GangState.ENDED and not settled:
+            if due.state != GangState.ENDED and not self._is_settled(row, due):
                 self._apply_or_wait(context, row, due, on_slots)
         elif any(map(can_be_stopped, generations)):
             self._stop(row)
@@ -145,7 +144,10 @@ class Actuator:
             self._try("stop", self.engine.stop, row.job_id, self.settings.grace_s, str(due.reason))
 
     def _is_settled(self, row: IncarnationRow, generation: GenerationRow) -> bool:
-        """Return whether the engine has this gang, it runs, and its lease lasts beyond the next renewal."""
+        """Return whether the engine has this gang, it runs, and its lease lasts beyond the next renewal.
+
+        Then it only has to be renewed: to apply it again would change nothing, and costs as much as all else of a pass.
+        """
         if generation.state != GangState.RUNNING or row.lease_s < 3 * self.settings.renew_interval_s:
             return False
         return self._applied.get(row.job_id) == (generation.generation, row.cleared_generation)

@@ -87,6 +87,14 @@ class Inbox:
 def fold(context: PassContext, observations: Sequence[GangObservation], inbox: Inbox, secrets: Secrets) -> None:
     """Update the rows to what was observed."""
     seen = {(gang.job_id, gang.generation): gang for gang in observations}
+    context.tx.load_worker_times(
+        {
+            (generation.job_id, generation.incarnation, report.worker_id)
+            for key, generation in context.generations.items()
+            for _, report in inbox.waiting(*key)
+            if report.kind is ReportKind.WORKER
+        }
+    )
     for key, generation in list(context.generations.items()):
         row = context.row(generation.job_id, generation.incarnation)
         if row is None or generation.state == GangState.ENDED:

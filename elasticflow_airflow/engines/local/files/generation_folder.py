@@ -183,6 +183,11 @@ class SupervisorFolder:
         """The supervisor's own log."""
         return self.path / "supervisor.log"
 
+    @property
+    def status_file(self) -> Path:
+        """The supervisor's actual state."""
+        return self.path / "status.json"
+
     def trainer_file(self, worker_id: str) -> Path:
         """Return the file in which a trainer writes its pid."""
         return self.path / f"{worker_id}.trainer.json"
@@ -239,11 +244,11 @@ class SupervisorFolder:
 
     def read_status(self) -> Status | None:
         """Return the last status of the supervisor; None before it wrote one."""
-        return _read(self.path / "status.json", Status.from_json)
+        return _read(self.status_file, Status.from_json)
 
     def write_status(self, status: Status) -> None:
         """Write ``status.json``."""
-        write_json_atomic(self.path / "status.json", asdict(status))
+        write_json_atomic(self.status_file, asdict(status))
 
     def warming_stamp(self) -> int:
         """Return the mtime (ns) of ``warming``, of which any change means progress; 0 when there was none."""
