@@ -5,10 +5,11 @@
 As many node agents as machines, all on this one, with 8 slots each; the service with its default configuration, and
 jobs with one worker each, best effort. The agents are those that users start; the workers are modelled: a thread of
 the agent writes what supervisor and trainer would (a sign of life each second, a report as often as a real training by
-default), so that two cores suffice for hundreds. Once all jobs report, the service's requests that tell an agent
-something (``/push``) and the passes of its loop are timed for ``--seconds``: in the service, wall-clock time. Agents
-share the cores with the service here, where elsewhere each has its own; they run at a lower priority. No job may be
-disturbed meanwhile. Not modelled: checkpoints, workers' output, and changes in place.
+default). Once all jobs report, the service's requests that tell an agent something (``/push``) and the passes of its
+loop are timed for ``--seconds``: in the service, wall-clock time. Agents share the cores with the service here, where
+elsewhere each has its own; they run at a lower priority, and dozens of them want more than two cores: the times are
+then those of an overloaded machine. No job may be disturbed meanwhile. Not modelled: checkpoints, workers' output, and
+changes in place.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ CLIENTS = 16
 REPORT_S_ENV = "BENCH_REPORT_S"
 TIMES_ENV = "BENCH_TIMES"
 """Where the service writes what it has timed: a line of JSON for each."""
-LIMIT_S = 400.0
+LIMIT_S = 900.0
 
 
 # -- the machines -----------------------------------------------------------------------------------------------------
