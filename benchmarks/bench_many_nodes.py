@@ -1,6 +1,6 @@
 """What the service needs beside many machines: its calls to their agents, and the passes of its loop.
 
-    python benchmarks/bench_many_nodes.py [--nodes 64] [--jobs 500] [--seconds 60] [--report-s 0.5] [--write]
+    python benchmarks/bench_many_nodes.py [--nodes 64] [--jobs 500] [--seconds 40] [--report-s 0.5] [--write]
 
 As many node agents as machines, all on this one, with 8 slots each; the service with its default configuration, and
 jobs with one worker each, best effort. The agents are those that users start; the workers are modelled: a thread of
@@ -342,7 +342,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--jobs", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--report-s", type=float, default=0.5)
     options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

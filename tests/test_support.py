@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 
 import pytest
+from support.marked_files import has_marked
 from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["pytester"]
@@ -114,3 +115,9 @@ def test_a_marked_test_where_nothing_shows_it_is_a_mistake(pytester: pytest.Pyte
     result = pytester.runpytest_inprocess("-p", "support.marked_files", "-p", "no:cacheprovider")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*must know what marks tests in *test_plain.py"])
+
+
+def test_every_file_on_gpus_is_collected_by_their_marker(pytestconfig: pytest.Config) -> None:
+    files = sorted((pytestconfig.rootpath / "tests" / "gpu").glob("test_*.py"))
+    assert files
+    assert [file for file in files if has_marked(file)] == files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -584,3 +585,69 @@ def test_a_state_that_changes_is_told_at_once(agent: NodeAgent, tmp_path: Path) 
     answer = pull(agent, version)
     assert agent.is_urgent(answer, version)
     assert not agent.is_urgent(pull(agent, answer.version), answer.version)
+
+
+def test_signs_of_life_go_on_while_workers_leave(agent: NodeAgent, tmp_path: Path) -> None:
+    """The plan has one worker already, and the others may hang before they have left."""
+    give_spec(agent, tmp_path)
+    beats = agent.root / HERE / "heartbeats"
+    beats.mkdir(parents=True)
+    (beats / "g000001-r001.json").write_text('{"step": 1, "phase": "wait", "at_s": 1.0}')
+    give(agent, (f"{HERE}/membership.json", plan_of(1)))
+    (beats / f"{WORKER}.json").write_text('{"step": 1, "phase": "train", "at_s": 1.0}')
+    assert f"heartbeats/{WORKER}.json" in paths(pull(agent))
+
+
+async def test_refused_files_are_sent_again_by_one_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the job is published meanwhile."""
+    monkeypatch.setattr(node_link, "REFUSED_S", 0.05)
+    monkeypatch.setattr(NodeLink, "node_ids", ("n0",))
+    link = open_link(tmp_path)
+    path = f"{HERE}/membership.json"
+    (tmp_path / HERE).mkdir(parents=True)
+    (tmp_path / path).write_bytes(plan_of(1))
+    refusals, pushes = {path: "its disk is full"}, list[list[str]]()
+
+    async def answer(_link: NodeLink, _path: str, body: str) -> bytes:
+        pushes.append([file.path for file in Push.model_validate_json(body).files])
+        return PushAnswer(instance="", refused=refusals).model_dump_json().encode()
+
+    monkeypatch.setattr(NodeLink, "_post", answer)
+    link._loop = asyncio.get_running_loop()
+    for _ in range(3):
+        link.mark(HERE)
+        await link._push()
+    assert pushes == [[path]] * 3
+    await asyncio.sleep(0.2)
+    assert link._wanted.incarnations == {HERE}, "once more, and not once for each refusal"
+    refusals.clear()
+    await link._push()
+    await asyncio.sleep(0.1)
+    await link._push()
+    assert pushes[3:] == [[path]], "and then no more"
+
+
+@pytest.mark.parametrize("in_the_way", ["nothing", "file", "link", "hard link", "pipe", "folder"])
+def test_whatever_is_where_a_file_is_prepared_it_is_replaced_and_nothing_else(tmp_path: Path, in_the_way: str) -> None:
+    path, other = tmp_path / "job" / "status.json", tmp_path / "other"
+    prepared = path.with_name(".status.json.new")
+    other.write_bytes(b"keep")
+    if in_the_way != "nothing":
+        path.parent.mkdir()
+    match in_the_way:
+        case "file":
+            prepared.write_bytes(b"of somebody who died over it, and longer than what comes")
+        case "link":
+            prepared.symlink_to(other)
+        case "hard link":
+            prepared.hardlink_to(other)
+        case "pipe":
+            os.mkfifo(prepared)
+        case "folder":
+            prepared.mkdir()
+    for data in (b"one", b"another"):
+        job_folder.write_whole(path, data)
+        assert path.read_bytes() == data
+        assert path.is_file()
+        assert not path.is_symlink()
+    assert other.read_bytes() == b"keep"

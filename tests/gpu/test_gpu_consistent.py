@@ -6,6 +6,8 @@ import pytest
 
 from elasticflow_airflow.runtime.protocol import ReportKind
 
+pytestmark = pytest.mark.gpu
+
 MODELS = ["convolution", "bert", "bfloat16", "float16"]
 
 

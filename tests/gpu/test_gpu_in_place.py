@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from elasticflow_airflow.runtime.protocol import ReportKind
+
+pytestmark = pytest.mark.gpu
 
 STEP_S = 0.05
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from elasticflow_airflow.runtime.gang.cuda_group import CudaGroup, Seat, choose_backend, seat_of
 
+pytestmark = pytest.mark.gpu
+
 LIMIT = datetime.timedelta(seconds=60)
 
 

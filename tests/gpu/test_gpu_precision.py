@@ -11,6 +11,8 @@ from support.gang import Gang
 from elasticflow_airflow.runtime.stepping.devices import make_repeatable
 from elasticflow_airflow.runtime.stepping.optimizer_step import seed_everything
 
+pytestmark = pytest.mark.gpu
+
 
 def losses(gang: Gang) -> dict[str, str]:
     lines = [line.split() for line in gang.output() if line.startswith("STEP")]

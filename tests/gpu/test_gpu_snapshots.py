@@ -14,6 +14,8 @@ from elasticflow_airflow.runtime.checkpoints.checkpointer import Checkpointer
 from elasticflow_airflow.runtime.checkpoints.state_copy import SharedBuffer
 from elasticflow_airflow.runtime.stores.manifest import verify_candidate
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture
 def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:

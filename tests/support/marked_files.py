@@ -31,7 +31,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if without_any or has_marked(collection_path) else True
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     names = _MARKERS.split("|")
     marked = {item.path for item in items if any(item.get_closest_marker(name) for name in names)}

@@ -158,18 +158,24 @@ def read_part(path: Path, offset: int, limit: int) -> bytes:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file atomically; only one thread at a time may replace the same one. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.new")  # A random name, as others need it, costs more than the writing.
+    """Replace a file atomically. Raises OSError.
+
+    Files come all the time: a temporary file with a random name, as for those of which several may be under way, costs
+    more than the writing.
+    """
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600), "wb", 0) as file:
-            is_whole = file.write(data) == len(data)
-        if is_whole:
-            temporary.replace(path)
-            return
-    except OSError:
-        pass  # Its folder is not there, or a script has put something else in its place.
-    write_atomic(path, data, flush=False)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:  # Its folder is not there, or somebody else is writing, or has died over it.
+        write_atomic(path, data, flush=False)
+        return
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_part(path: Path, offset: int, data: bytes) -> None:

@@ -302,8 +302,7 @@ class NodeAgent:
         over = {incarnation for incarnation in self._discarded if not self._runs(incarnation)}
         self._discarded -= over
         for incarnation in over:
-            if incarnation in self._watched:
-                self._unwatch(incarnation)
+            self._unwatch(incarnation)
             self._throw_away(self._root / incarnation)
         if over:
             used = {_code_of(path) for path in self._root.glob("jobs/*/*/supervisors/*/spec.json")}
@@ -478,7 +477,7 @@ class NodeAgent:
         return answer
 
     def _unwatch(self, incarnation: str) -> None:
-        del self._watched[incarnation]
+        self._watched.pop(incarnation, None)
         for _, path in job_folder.supervisor_folders(self._root, incarnation, self._manager.nodes):
             self._statuses.forget(SupervisorFolder(self._root / path))
 
@@ -519,11 +518,11 @@ class NodeAgent:
     def _look_at(self, incarnation: str, watched: _Watched) -> tuple[list[str], list[tuple[str, Place]]]:
         """Return the files that are sent whole, with new versions for changed ones, and those that grow."""
         own = self._own_workers(incarnation)
-        is_alone = self._is_alone(incarnation, watched)
+        paths = job_folder.files_up(self._root, incarnation, self._manager.nodes)
+        if sum(map(_is_heartbeat, paths)) < 2 and self._is_alone(incarnation, watched):
+            paths = [path for path in paths if not _is_heartbeat(path)]  # Nobody compares it with those of others.
         whole, growing = [], []
-        for path in job_folder.files_up(self._root, incarnation, self._manager.nodes):
-            if is_alone and _is_heartbeat(path):
-                continue
+        for path in paths:
             place, stamp = job_folder.place_of(path), stamp_of(self._root / path)
             if place is None or stamp is None or (place.worker_id is not None and place.worker_id not in own):
                 continue
@@ -542,7 +541,7 @@ class NodeAgent:
         return whole, growing
 
     def _is_alone(self, incarnation: str, watched: _Watched) -> bool:
-        """Return whether a job has one worker: nobody compares its signs of life with those of others."""
+        """Return whether the plan of a job has one worker at most."""
         folder = self._root / incarnation
         stamp = stamp_of(membership_path(folder))
         if stamp is None or stamp != watched.plan_stamp:

@@ -156,6 +156,9 @@ class NodeLink:
         self._sending: dict[str, asyncio.Future[None]] = {}
         """By folder, code that is being sent."""
         self._complaints: set[str] = set()
+        self._refused: set[str] = set()
+        """Incarnations of which the node has refused files: these are sent again in a moment."""
+        self._sends_again = False
         self._connected = self._is_pushing = False
         self.problem: str | None = "it has not answered yet"
         """Why there is no connection, for people; None while there is one."""
@@ -552,14 +555,22 @@ class NodeLink:
         except BaseException:
             self._want(wanted)
             raise
-        refused = {job_folder.incarnation_of(path) for path in answer.refused if stamps.pop(path, None) is not None}
         for path, reason in answer.refused.items():
             self._complain_of(path, reason)
-        if refused and self._loop is not None:
-            self._loop.call_later(REFUSED_S, self._want, _Wanted(incarnations=refused))
+            if stamps.pop(path, None) is not None:
+                self._refused.add(job_folder.incarnation_of(path))
+        if self._refused and not self._sends_again and self._loop is not None:
+            self._sends_again = True
+            self._loop.call_later(REFUSED_S, self._send_again)
         self._sent |= stamps
         self._forget(set(discards))
         self._took_starts(starts, answer)
+
+    def _send_again(self) -> None:
+        """Have files sent again that the node has refused."""
+        self._sends_again = False
+        refused, self._refused = self._refused, set()
+        self._want(_Wanted(incarnations=refused))
 
     def _took_starts(self, starts: Mapping[str, Mapping[str, str]], answer: PushAnswer) -> None:
         """Note which supervisors were started, and send the code that others lack."""

@@ -98,6 +98,8 @@ class Actuator:
         if due is not None and due.desired == "run" and not row.terminal:
             if due.state != GangState.ENDED and not self._is_settled(row, due):
                 self._apply_or_wait(context, row, due, on_slots)
+            elif renew and alive(due):
+                self.leftovers.took(placement_from_json(due.placement).slots)
         elif any(map(can_be_stopped, generations)):
             self._stop(row)
         if renew and any(alive(g) for g in generations):
