@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SLOW := slow or airflow or postgres or browser or ray
 # The fast tests run in so many processes.
-JOBS ?= 3
+JOBS ?= 4
 # The slow ones: every second process runs what trains and needs the cores, the others what mostly waits
 # (tests/conftest.py).
 SYSTEM_JOBS ?= 4

@@ -277,10 +277,10 @@ def test_a_writer_that_hangs_is_told_of_and_replaced(checkpointers, tmp_path, mo
 
 def test_the_part_of_a_writer_that_hangs_ends_the_training(checkpointers, monkeypatch):
     """The other workers wait for it."""
-    monkeypatch.setattr(checkpointer, "WRITE_LIMIT_S", 0.3)
-    monkeypatch.setattr(checkpointer, "PART_LIMIT_S", 0.2)
     saver, registered = checkpointers(), trained()
     os.kill(begin(saver, registered), signal.SIGSTOP)
+    monkeypatch.setattr(checkpointer, "WRITE_LIMIT_S", 0.3)
+    monkeypatch.setattr(checkpointer, "PART_LIMIT_S", 0.2)
     save(saver, registered, 2, part=Part(rank=1, size=2, token="a" * 12, sweeps=True))
     with pytest.raises(CheckpointError, match="the checkpoint of step 2 is not there"):
         saver.flush()
