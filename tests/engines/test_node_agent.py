@@ -625,29 +625,3 @@ async def test_refused_files_are_sent_again_by_one_timer(tmp_path: Path, monkeyp
     await asyncio.sleep(0.1)
     await link._push()
     assert pushes[3:] == [[path]], "and then no more"
-
-
-@pytest.mark.parametrize("in_the_way", ["nothing", "file", "link", "hard link", "pipe", "folder"])
-def test_whatever_is_where_a_file_is_prepared_it_is_replaced_and_nothing_else(tmp_path: Path, in_the_way: str) -> None:
-    path, other = tmp_path / "job" / "status.json", tmp_path / "other"
-    prepared = path.with_name(".status.json.new")
-    other.write_bytes(b"keep")
-    if in_the_way != "nothing":
-        path.parent.mkdir()
-    match in_the_way:
-        case "file":
-            prepared.write_bytes(b"of somebody who died over it, and longer than what comes")
-        case "link":
-            prepared.symlink_to(other)
-        case "hard link":
-            prepared.hardlink_to(other)
-        case "pipe":
-            os.mkfifo(prepared)
-        case "folder":
-            prepared.mkdir()
-    for data in (b"one", b"another"):
-        job_folder.write_whole(path, data)
-        assert path.read_bytes() == data
-        assert path.is_file()
-        assert not path.is_symlink()
-    assert other.read_bytes() == b"keep"

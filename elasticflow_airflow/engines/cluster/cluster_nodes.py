@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as NoAnswerInTimeError
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from elasticflow_airflow.engines.cluster.node_link import NodeLink
 from elasticflow_airflow.engines.cluster.shared_storage import SharedStorage, StorageProbe
 from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder, SupervisorFolder
 from elasticflow_airflow.engines.local.files.records import Records
-from elasticflow_airflow.engines.local.files.statuses import is_settled, stamp_of
 from elasticflow_airflow.engines.local.machine import slots
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.stacks import LIMIT_S as STACKS_LIMIT_S
@@ -85,12 +83,6 @@ class Leadership:
     records: Records
     fencing: Fencing
     code_root: Path
-
-
-@lru_cache(maxsize=4096)
-def _nodes_in(folder: Path, stamp: tuple[int, int, int] | None) -> frozenset[str]:  # noqa: ARG001  (of these contents)
-    """Return the nodes that have supervisors there."""
-    return frozenset(node_id for node_id, _ in job_folder.supervisor_folders(folder.parent, ""))
 
 
 class ClusterNodes:
@@ -338,9 +330,7 @@ class ClusterNodes:
                 link.mark(incarnation)
 
     def _links_of(self, incarnation: str) -> list[NodeLink]:
-        folder = self._root / incarnation / "supervisors"
-        stamp = stamp_of(folder)
-        nodes = _nodes_in(folder, stamp) if is_settled(stamp) else _nodes_in.__wrapped__(folder, stamp)
+        nodes = {node_id for node_id, _ in job_folder.supervisor_folders(self._root, incarnation)}
         return [link for link in self._links if nodes.intersection(link.node_ids)]
 
     # -- supervisors

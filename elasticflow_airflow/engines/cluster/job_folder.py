@@ -90,6 +90,11 @@ def place_of(path: str) -> Place | None:
     return None
 
 
+def is_heartbeat(path: str) -> bool:
+    """Return whether a relative path is that of a heartbeat, which holds a time by its node's clock."""
+    return "/heartbeats/" in path
+
+
 def incarnation_of(path: str) -> str:
     """Return the folder of the incarnation to which a path below it belongs."""
     return "/".join(path.split("/")[:3])
@@ -158,24 +163,8 @@ def read_part(path: Path, offset: int, limit: int) -> bytes:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file atomically. Raises OSError.
-
-    Files come all the time: a temporary file with a random name, as for those of which several may be under way, costs
-    more than the writing.
-    """
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError:  # Its folder is not there, or somebody else is writing, or has died over it.
-        write_atomic(path, data, flush=False)
-        return
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Replace a file atomically. Raises OSError."""
+    write_atomic(path, data, flush=False)
 
 
 def write_part(path: Path, offset: int, data: bytes) -> None:

@@ -16,12 +16,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elasticflow_airflow.engines.cluster import job_folder
-from elasticflow_airflow.engines.cluster.job_folder import Direction, Place
+from elasticflow_airflow.engines.cluster.job_folder import Direction, Place, is_heartbeat
 from elasticflow_airflow.engines.cluster.leave_notice import leaving_at
 from elasticflow_airflow.engines.cluster.messages import (
     VERSION,
@@ -42,8 +42,8 @@ from elasticflow_airflow.engines.cluster.messages import (
 from elasticflow_airflow.engines.cluster.recall import Recalled, files_here
 from elasticflow_airflow.engines.cluster.shared_storage import answer_probe, open_shared_storage
 from elasticflow_airflow.engines.job_files import remove
-from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder, SupervisorSpec
-from elasticflow_airflow.engines.local.files.statuses import Statuses, is_settled, stamp_of
+from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder, SupervisorSpec
+from elasticflow_airflow.engines.local.files.last_read import LastRead, stamp_of
 from elasticflow_airflow.engines.local.machine import stacks
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.processes import ProcessId, boot_id
@@ -93,9 +93,6 @@ class _Watched:
     """By path, what was sent here: it is not sent back."""
     workers: dict[str, set[str]] = field(default_factory=dict)
     """By supervisor folder, the ids of its workers."""
-    plan_stamp: tuple[int, int, int] | None = None
-    is_alone: bool = False
-    """Whether the plan with this stamp has one worker at most."""
 
 
 class NodeAgent:
@@ -135,7 +132,7 @@ class NodeAgent:
         """The states of supervisors and slots, and when the machine goes away, in the last answer."""
         self._told_version = 0
         """As of which version they are so."""
-        self._statuses = Statuses()
+        self._statuses, self._plans = LastRead[Status](), LastRead[Membership]()
         self._discarded: set[str] = set()
         """Incarnations whose files are to be deleted."""
         self._theirs: dict[str, int] = {}
@@ -434,7 +431,7 @@ class NodeAgent:
     def _state_of(self, folder: SupervisorFolder) -> SupervisorState | None:
         """Return the state of a supervisor; None when it has ended and said so."""
         try:
-            status = self._statuses.read(folder)
+            status = self._statuses.get(folder.status_file, folder.read_status)
             if status is None:
                 return SupervisorState.COMING if self._manager.is_coming_up(folder) else SupervisorState.DEAD
             if status.ended:
@@ -478,8 +475,9 @@ class NodeAgent:
 
     def _unwatch(self, incarnation: str) -> None:
         self._watched.pop(incarnation, None)
+        self._plans.forget(membership_path(self._root / incarnation))
         for _, path in job_folder.supervisor_folders(self._root, incarnation, self._manager.nodes):
-            self._statuses.forget(SupervisorFolder(self._root / path))
+            self._statuses.forget(SupervisorFolder(self._root / path).status_file)
 
     def _changed_of(self, incarnation: str, watched: _Watched, version: int, room: int) -> list[FilePart]:
         answer: list[FilePart] = []
@@ -519,8 +517,8 @@ class NodeAgent:
         """Return the files that are sent whole, with new versions for changed ones, and those that grow."""
         own = self._own_workers(incarnation)
         paths = job_folder.files_up(self._root, incarnation, self._manager.nodes)
-        if sum(map(_is_heartbeat, paths)) < 2 and self._is_alone(incarnation, watched):
-            paths = [path for path in paths if not _is_heartbeat(path)]  # Nobody compares it with those of others.
+        if sum(map(is_heartbeat, paths)) < 2 and self._is_alone(incarnation):
+            paths = [path for path in paths if not is_heartbeat(path)]  # Nobody compares it with those of others.
         whole, growing = [], []
         for path in paths:
             place, stamp = job_folder.place_of(path), stamp_of(self._root / path)
@@ -540,16 +538,14 @@ class NodeAgent:
             whole.append(path)
         return whole, growing
 
-    def _is_alone(self, incarnation: str, watched: _Watched) -> bool:
+    def _is_alone(self, incarnation: str) -> bool:
         """Return whether the plan of a job has one worker at most."""
         folder = self._root / incarnation
-        stamp = stamp_of(membership_path(folder))
-        if stamp is None or stamp != watched.plan_stamp:
-            watched.plan_stamp, watched.is_alone = stamp if is_settled(stamp) else None, False
-            with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # A script has damaged it.
-                plan = Membership.read(folder)
-                watched.is_alone = plan is not None and len(plan.members) < 2
-        return watched.is_alone
+        try:
+            plan = self._plans.get(membership_path(folder), lambda: Membership.read(folder))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return False  # A script has damaged it.
+        return plan is not None and len(plan.members) < 2
 
     def _own_workers(self, incarnation: str) -> set[str]:
         """Return the ids of the workers that were started here."""
@@ -636,11 +632,7 @@ def _can_wait(file: FilePart) -> bool:
     folder = file.path.split("/")[3]
     if folder == "reports":
         return sum(file.data.count(kind) for kind in _OF_PROGRESS) == file.data.count(b"\n")
-    return folder == "logs" or _is_heartbeat(file.path)
-
-
-def _is_heartbeat(path: str) -> bool:
-    return "/heartbeats/" in path
+    return folder == "logs" or is_heartbeat(file.path)
 
 
 def _ended_workers(status: bytes) -> set[str]:

@@ -25,7 +25,7 @@ import httpx
 
 from elasticflow_airflow.engines.cluster import job_folder
 from elasticflow_airflow.engines.cluster.agent_server import tree_digest
-from elasticflow_airflow.engines.cluster.job_folder import Direction, has_ended
+from elasticflow_airflow.engines.cluster.job_folder import Direction, has_ended, is_heartbeat
 from elasticflow_airflow.engines.cluster.messages import (
     EnvironmentAnswer,
     EnvironmentRequest,
@@ -46,7 +46,7 @@ from elasticflow_airflow.engines.cluster.messages import (
 from elasticflow_airflow.engines.cluster.recall import Recalled, Taker
 from elasticflow_airflow.engines.cluster.shared_storage import StorageProbe
 from elasticflow_airflow.engines.local.files import worker_logs
-from elasticflow_airflow.engines.local.files.statuses import stamp_of
+from elasticflow_airflow.engines.local.files.last_read import stamp_of
 from elasticflow_airflow.engines.port import Fencing, SupersededError
 
 PULL_WAIT_S = 0.5
@@ -158,7 +158,6 @@ class NodeLink:
         self._complaints: set[str] = set()
         self._refused: set[str] = set()
         """Incarnations of which the node has refused files: these are sent again in a moment."""
-        self._sends_again = False
         self._connected = self._is_pushing = False
         self.problem: str | None = "it has not answered yet"
         """Why there is no connection, for people; None while there is one."""
@@ -491,7 +490,7 @@ class NodeLink:
                 for _, old in worker_logs.segments(path.parent, place.worker_id)[: -worker_logs.KEEP_SEGMENTS]:
                     old.unlink(missing_ok=True)
         else:
-            data = with_time(file, self.offset_s) if "/heartbeats/" in file.path else file.data
+            data = with_time(file, self.offset_s) if is_heartbeat(file.path) else file.data
             if place.direction is Direction.UP or job_folder.read_whole(path) != data:
                 job_folder.write_whole(path, data)
         if place.direction is Direction.ACROSS:
@@ -557,18 +556,16 @@ class NodeLink:
             raise
         for path, reason in answer.refused.items():
             self._complain_of(path, reason)
-            if stamps.pop(path, None) is not None:
-                self._refused.add(job_folder.incarnation_of(path))
-        if self._refused and not self._sends_again and self._loop is not None:
-            self._sends_again = True
+        refused = {job_folder.incarnation_of(path) for path in answer.refused if stamps.pop(path, None) is not None}
+        if refused and not self._refused and self._loop is not None:
             self._loop.call_later(REFUSED_S, self._send_again)
+        self._refused |= refused
         self._sent |= stamps
         self._forget(set(discards))
         self._took_starts(starts, answer)
 
     def _send_again(self) -> None:
         """Have files sent again that the node has refused."""
-        self._sends_again = False
         refused, self._refused = self._refused, set()
         self._want(_Wanted(incarnations=refused))
 
@@ -650,7 +647,7 @@ class NodeLink:
         part = FilePart(path=path, data=data_or_none)
         if path.endswith("/session.json"):
             return FilePart(path=path, data=self._session_there(data_or_none))
-        return FilePart(path=path, data=with_time(part, -self.offset_s)) if "/heartbeats/" in path else part
+        return FilePart(path=path, data=with_time(part, -self.offset_s)) if is_heartbeat(path) else part
 
     def _session_there(self, data: bytes) -> bytes:
         """Return ``session.json`` with the paths that it has on the node."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from elasticflow_airflow.engines.cluster import job_folder
 from elasticflow_airflow.engines.cluster.job_folder import Direction, Place
 from elasticflow_airflow.engines.cluster.messages import FilePart
-from elasticflow_airflow.engines.local.files.statuses import stamp_of
+from elasticflow_airflow.engines.local.files.last_read import stamp_of
 from elasticflow_airflow.engines.local.node_facts import NodeFacts
 
 _SESSION, _PLAN = "session.json", "membership.json"
@@ -118,7 +118,7 @@ class Taker:
             if not is_copy or stamp is None or stamp[2] < len(part.data):
                 job_folder.write_part(path, part.offset, part.data)
             return not is_copy
-        data = self.with_our_time(part) if "/heartbeats/" in part.path else part.data
+        data = self.with_our_time(part) if job_folder.is_heartbeat(part.path) else part.data
         if name in (_SESSION, _PLAN):
             if is_there and not is_newer:
                 return False

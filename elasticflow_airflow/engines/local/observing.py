@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder
+from elasticflow_airflow.engines.local.files.generation_folder import Status, StopOrder, SupervisorFolder
+from elasticflow_airflow.engines.local.files.last_read import LastRead
 from elasticflow_airflow.engines.local.files.records import GangRecord, JobRecord
-from elasticflow_airflow.engines.local.files.statuses import Statuses
 from elasticflow_airflow.engines.local.gang_state import (
     GangVerdict,
     Heard,
@@ -39,7 +39,7 @@ class Observer:
 
     def __init__(self, machines: Machines, save: Callable[[JobRecord], None]) -> None:
         self._machines, self._save = machines, save
-        self._statuses = Statuses()
+        self._statuses = LastRead[Status]()
         self._last: dict[tuple[str, int], GangObservation] = {}
         """Last observations of gangs that have not ended, without the reports."""
         self._were_held: set[tuple[str, int]] = set()
@@ -63,7 +63,7 @@ class Observer:
         self._unsent.pop(key, None)
         self._were_held.discard(key)
         for folder in gang.folders.values():
-            self._statuses.forget(folder)
+            self._statuses.forget(folder.status_file)
         for member in gang.members:
             self._offsets.pop((job.job_id, gang.generation, member.worker_id), None)
         for what in [known for known in self._first_seen_s if known[:2] == key]:
@@ -243,7 +243,7 @@ class Observer:
                 (waiting if alive else lost).append(node_id)
         # Reread the status of lost supervisors: one may have written its final status after the first read.
         for node_id in list(lost):
-            again = self._statuses.read(gang.folders[node_id])
+            again = self._read_status(gang.folders[node_id])
             if again is not None and again.ended:
                 lost.remove(node_id)
                 statuses[node_id] = _of_members(again, gang)
@@ -361,9 +361,12 @@ class Observer:
         """Return the last statuses of the supervisors of a gang's members, restricted to these members."""
         found = {}
         for key, folder in gang.folders.items():
-            status = self._statuses.read(folder)
+            status = self._read_status(folder)
             found[key] = None if status is None else _of_members(status, gang)
         return found
+
+    def _read_status(self, folder: SupervisorFolder) -> Status | None:
+        return self._statuses.get(folder.status_file, folder.read_status)
 
     def _new_reports(self, job: JobRecord, gang: GangRecord) -> tuple[Report, ...]:
         """Return all new reports of a gang: in order for each worker, and merged by time across workers."""

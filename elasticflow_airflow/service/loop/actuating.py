@@ -148,7 +148,7 @@ class Actuator:
     def _is_settled(self, row: IncarnationRow, generation: GenerationRow) -> bool:
         """Return whether the engine has this gang, it runs, and its lease lasts beyond the next renewal.
 
-        Then it only has to be renewed: to apply it again would change nothing, and costs as much as all else of a pass.
+        Then it only has to be renewed: to apply it again would change nothing, and costs a look at all its files.
         """
         if generation.state != GangState.RUNNING or row.lease_s < 3 * self.settings.renew_interval_s:
             return False

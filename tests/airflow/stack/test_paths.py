@@ -33,6 +33,9 @@ ON_SQLITE = (
 )
 """Where the database matters: two writers meet, rows are deleted under somebody, or an attempt follows another."""
 
+DEFERRED = "Pausing task as DEFERRED"
+"""What Airflow writes into a task's log: whoever looks at its state may come too late to see it so."""
+
 
 # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -48,6 +51,7 @@ def success(stack: Stack, dag_id: str) -> None:
     assert "submitted job" in said
     assert "/150" in said  # a deferred task's log is not silent: the trigger says how far it is
     assert "succeeded: 150 steps" in said
+    assert DEFERRED in said
 
 
 @PATHS.add("blocking(60)")
@@ -207,6 +211,7 @@ def execution_timeout_while_deferred(stack: Stack, dag_id: str) -> None:
     run = stack.run(dag_id)
     run.reach("failed")
     assert "execution_timeout (0:00:25) is over" in run.ended(State.CANCELLED).state_reason
+    assert DEFERRED in run.log(1)
 
 
 # -- machines ------------------------------------------------------------------------------------------------------
