@@ -1,6 +1,6 @@
 """What the service needs beside many machines: its calls to their agents, and the passes of its loop.
 
-    python benchmarks/bench_many_nodes.py [--nodes 64] [--jobs 500] [--seconds 40] [--report-s 0.5] [--write]
+    python benchmarks/bench_many_nodes.py [--nodes 64] [--jobs 500] [--seconds 40] [--report-s 2] [--write]
 
 As many node agents as machines, all on this one, with 8 slots each; the service with its default configuration, and
 jobs with one worker each, best effort. The agents are those that users start; the workers are modelled: a thread of
@@ -52,7 +52,7 @@ from elasticflow_airflow.runtime.protocol import (
     report_path,
     write_json_atomic,
 )
-from elasticflow_airflow.runtime.reporting import WORKER_EVERY
+from elasticflow_airflow.runtime.reporting import STEADY_INTERVAL_S, WORKER_INTERVAL_S
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -106,7 +106,7 @@ class ModelledSupervisor:
         if self._is_due("beat", BEAT_S, now_s):
             self._beat(report_s)
         if self._is_due("report", report_s, now_s):
-            self._report(report_s)
+            self._report(report_s, now_s)
         return True
 
     def _is_due(self, what: str, every_s: float, now_s: float) -> bool:
@@ -122,14 +122,14 @@ class ModelledSupervisor:
             self._locks.append(slots.acquire(Path(self._spec.lock_dir), worker.lock_name, holder))
         self._folder.write_status(self._status)
         self._say(ReportKind.STARTED, {"in_place": True, "threads": 1, "micro_batch_size": 8})
-        self._due = {what: now_s + random.random() for what in ("look", "beat", "report")}
+        self._due = {what: now_s + random.random() for what in ("look", "beat", "report", "worker")}
 
     def _beat(self, report_s: float) -> None:
         for worker in self._spec.workers:
             said = {"step": self._step(report_s), "phase": "train", "at_s": time.time()}
             write_json_atomic(heartbeat_path(self._root, worker.worker_id), said, flush=False)
 
-    def _report(self, report_s: float) -> None:
+    def _report(self, report_s: float, now_s: float) -> None:
         self._reported += 1
         steps = STEPS_PER_S * report_s
         spent = {"data_s": 0.01, "compute_s": 0.9, "reduce_s": 0.05, "wait_s": 0.02, "pause_s": 0.0, "save_s": 0.0}
@@ -137,7 +137,7 @@ class ModelledSupervisor:
         window = {"window_steps": steps, "samples": 8 * steps, "memory_bytes": 10**9, **spent}
         more = {"loss": 1.0, "window_s": report_s, "epoch": 1, "samples_per_s": 8 * STEPS_PER_S, "noise_scale": 50.0}
         self._say(ReportKind.PROGRESS, {**window, **more}, self._step(report_s))
-        if self._reported % WORKER_EVERY == 0:
+        if self._is_due("worker", max(WORKER_INTERVAL_S, report_s), now_s):
             self._say(ReportKind.WORKER, window, self._step(report_s))
 
     def _end(self) -> None:
@@ -343,7 +343,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--jobs", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--report-s", type=float, default=0.5)
+    parser.add_argument("--report-s", type=float, default=STEADY_INTERVAL_S)
     options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     memory = MEMORY if os.access(MEMORY, os.W_OK) else None

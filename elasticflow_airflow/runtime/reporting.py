@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, report_path
 
 PROGRESS_INTERVAL_S = 0.5
+STEADY_INTERVAL_S = 2.0
+"""Seconds between two progress reports of a training that has gone on for a while in one size."""
+_PART_OF_AGE = 1 / 60
 ALONE_INTERVAL_S = 5.0
-WORKER_EVERY = 10
-"""Factor by which a worker's own measurements are less frequent than the progress reports of rank 0."""
+WORKER_INTERVAL_S = 5.0
+"""Least seconds between two reports of a worker's own measurements."""
 
 REPORT_LIMIT_S = 60.0
 """Seconds for which writing an essential report is retried (one without which the service would decide wrongly)."""
@@ -30,20 +33,30 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
 
+def progress_interval_s(age_s: float) -> float:
+    """Return the minimum seconds between two progress reports of a generation of this age, in seconds.
+
+    What is new is measured soon, and thousands of old ones cost less.
+    """
+    return min(max(PROGRESS_INTERVAL_S, age_s * _PART_OF_AGE), STEADY_INTERVAL_S)
+
+
 class FileReporter:
     """Appends reports to this worker's report file."""
-
-    interval_s = PROGRESS_INTERVAL_S
-    """Minimum seconds between two progress reports."""
 
     def __init__(self, incarnation_dir: Path, generation: int, worker_id: str) -> None:
         self._incarnation_dir, self._worker_id = incarnation_dir, worker_id
         self.adopt(generation)
 
+    @property
+    def interval_s(self) -> float:
+        """Minimum seconds between two progress reports at present."""
+        return progress_interval_s(time.monotonic() - self._adopted_s)
+
     def adopt(self, generation: int) -> None:
         """Switch to the report file of another generation."""
         self._path = report_path(self._incarnation_dir, generation, self._worker_id)
-        self._generation = generation
+        self._generation, self._adopted_s = generation, time.monotonic()
 
     def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
         """Append one line. If it cannot be written, print that to standard error and drop the report.
@@ -100,9 +113,12 @@ class ConsoleReporter:
 
 
 class Speedometer:
-    """Counts steps and seconds since the last progress report, without the time spent on saving."""
+    """Counts steps and seconds since the last progress report, without the time spent on saving.
 
-    def __init__(self, interval_s: float) -> None:
+    ``interval_s`` returns the minimum seconds between two of them.
+    """
+
+    def __init__(self, interval_s: Callable[[], float]) -> None:
         self._interval_s = interval_s
         self._steps = 0
         self._seconds = 0.0
@@ -122,7 +138,7 @@ class Speedometer:
     @property
     def due(self) -> bool:
         """Whether a progress report is due."""
-        return time.perf_counter() - self._reported >= self._interval_s
+        return time.perf_counter() - self._reported >= self._interval_s()
 
     def take(self) -> tuple[int, float]:
         """Return (steps, seconds) since the last call, and reset both."""

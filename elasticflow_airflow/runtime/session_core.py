@@ -199,7 +199,7 @@ class SessionCore:
             if config.checkpoint_interval_s is None
             else config.checkpoint_interval_s,
         )
-        self.speedometer = Speedometer(context.reporter.interval_s)
+        self.speedometer = Speedometer(lambda: context.reporter.interval_s)
         self.meter, self.norms, self.measures = Meter(self.device), NormSchedule(), False
         bootstrap.session_initialised = True
         atexit.register(self.at_exit)

@@ -19,7 +19,7 @@ from elasticflow_airflow.runtime.gang.membership import Adoption, Dismissed, Joi
 from elasticflow_airflow.runtime.gang.process_group import GroupBroken, WorkerGroup
 from elasticflow_airflow.runtime.logical_workers import owned_by
 from elasticflow_airflow.runtime.protocol import GENERATION_ENV, Report, ReportKind, read_reports, report_path
-from elasticflow_airflow.runtime.reporting import WORKER_EVERY
+from elasticflow_airflow.runtime.reporting import WORKER_INTERVAL_S
 from elasticflow_airflow.runtime.samples.length_groups import OTHER_LENGTHS
 from elasticflow_airflow.runtime.samples.sample_order import Batch
 from elasticflow_airflow.runtime.samples.stream_checks import OTHER_ORDERS
@@ -228,7 +228,7 @@ class SessionSteps:
             core.diverged(f"the loss is {loss} at step {core.step}")
         if core.speedometer.due:
             core.say_progress()
-        if core.meter.worker_is_due(WORKER_EVERY * core.context.reporter.interval_s):
+        if core.meter.worker_is_due(max(WORKER_INTERVAL_S, core.context.reporter.interval_s)):
             core.say_worker()
 
     def boundary(self) -> None:

@@ -28,7 +28,7 @@ from elasticflow_airflow.engines.cluster.agent_server import (
 )
 from elasticflow_airflow.engines.cluster.cluster_engine import open_cluster_engine
 from elasticflow_airflow.engines.cluster.cluster_nodes import OwnEpoch
-from elasticflow_airflow.engines.cluster.job_folder import Direction, files_down, place_of
+from elasticflow_airflow.engines.cluster.job_folder import Arrivals, Direction, files_down, place_of
 from elasticflow_airflow.engines.cluster.messages import (
     FilePart,
     Pull,
@@ -340,6 +340,21 @@ def test_a_plan_that_nobody_is_in_is_not_undone(agent: NodeAgent, tmp_path: Path
     assert found.generation == 2
 
 
+@pytest.mark.parametrize("what", ["starts", "renewed"])
+def test_a_supervisor_that_is_started_long_after_its_files_came_is_told_of(
+    agent: NodeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    give_spec(agent, tmp_path, code_dir=str(tmp_path / "node" / "snapshots" / "abc"))
+    with monkeypatch.context() as later:
+        later.setattr(node_agent, "REST_S", -1.0)
+        assert pull(agent).supervisors == {FOLDER: "dead"}
+    assert pull(agent).supervisors == {}  # Nothing has happened for long.
+    start = SupervisorStart(path=FOLDER, sealed_env=Seal(TOKEN).close({}))
+    give(agent, **{what: [start if what == "starts" else FOLDER]})
+    SupervisorFolder(tmp_path / "node" / FOLDER).write_status(Status())
+    assert "supervisors/g000001-n0/status.json" in paths(pull(agent))
+
+
 def test_why_a_supervisor_is_not_started(agent: NodeAgent, tmp_path: Path) -> None:
     code = tmp_path / "node" / "snapshots" / "abc"
     give_spec(agent, tmp_path, code_dir=str(code))
@@ -433,7 +448,33 @@ def test_times_are_converted() -> None:
 
 def open_link(root: Path) -> NodeLink:
     probe = StorageProbe(open_shared_storage(root / "shared"))
-    return NodeLink("x", "http://x", TOKEN, root, OwnEpoch(), probe, lambda *_: None, lambda *_: None)
+    return NodeLink("x", "http://x", TOKEN, root, OwnEpoch(), probe, lambda *_: None, lambda *_: None, Arrivals())
+
+
+def test_what_has_come_of_a_job_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, job = open_link(tmp_path), "jobs/job/i000001"
+    folder, arrivals = f"{job}/supervisors/g000001-node0", link._arrivals
+    (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(NodeLink, "node_ids", ("node0",))
+
+    def change(*paths: str, supervisors: dict[str, str] | None = None) -> tuple[bool, bool]:
+        """Return whether the states, and whether the reports, of the job have changed by an answer."""
+        before, other = arrivals.of(job), arrivals.of("jobs/other/i000001")
+        files = [FilePart(path=path, data=b"{}", offset=0 if "jsonl" in path else None) for path in paths]
+        link._take(PullAnswer(instance="a", version=1, now_s=0.0, files=files, supervisors=supervisors or known))
+        assert other == arrivals.of("jobs/other/i000001") or link.answers == 1
+        after = arrivals.of(job)
+        return before.states != after.states, before.reports != after.reports
+
+    known = {folder: "alive"}
+    assert change() == (True, True)  # From its first answer on, what a node does not tell of is not there.
+    assert change() == (False, False)
+    assert change(f"{job}/heartbeats/g000001-r000.json") == (False, False)
+    assert change(f"{job}/reports/g000001-g000001-r000.jsonl") == (False, True)
+    assert change(f"{folder}/status.json") == (True, False)
+    assert change(f"{job}/supervisors/g000001.failed") == (True, False)
+    assert change(supervisors={folder: "dead"}) == (True, False)
+    assert change(supervisors={"jobs/another/i000001/supervisors/g000001-node0": "alive"}) == (True, False)
 
 
 def test_no_supervisor_counts_as_dead_while_an_answer_is_taken_that_tells_of_its_start_or_end(

@@ -27,7 +27,14 @@ from elasticflow_airflow.runtime.protocol import (
     read_reports,
     report_path,
 )
-from elasticflow_airflow.runtime.reporting import ConsoleReporter, FileReporter, Speedometer, plain
+from elasticflow_airflow.runtime.reporting import (
+    PROGRESS_INTERVAL_S,
+    STEADY_INTERVAL_S,
+    ConsoleReporter,
+    FileReporter,
+    Speedometer,
+    plain,
+)
 from elasticflow_airflow.runtime.session_steps import last_words
 
 
@@ -115,7 +122,7 @@ def test_the_console_shows_rank_0_and_every_failure(capsys):
 def test_the_speedometer_leaves_saving_out(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("elasticflow_airflow.runtime.reporting.time.perf_counter", lambda: now[0])
-    meter = Speedometer(interval_s=10.0)
+    meter = Speedometer(lambda: 10.0)
     for _ in range(3):
         now[0] += 2.0
         meter.step_done()
@@ -127,6 +134,19 @@ def test_the_speedometer_leaves_saving_out(monkeypatch):
     assert meter.take() == (4, 8.0)
     assert not meter.due
     assert meter.take() == (0, 0.0)
+
+
+def test_reports_become_rarer_with_the_age_of_a_generation(monkeypatch, tmp_path):
+    now = [100.0]
+    monkeypatch.setattr("elasticflow_airflow.runtime.reporting.time.monotonic", lambda: now[0])
+    reporter = FileReporter(tmp_path, 1, "w0")
+    assert reporter.interval_s == PROGRESS_INTERVAL_S
+    now[0] += 60.0
+    assert reporter.interval_s == 1.0
+    now[0] += 3600.0
+    assert reporter.interval_s == STEADY_INTERVAL_S
+    reporter.adopt(2)  # another size, which is to be measured soon
+    assert reporter.interval_s == PROGRESS_INTERVAL_S
 
 
 def test_a_plan_comes_through_its_file_and_knows_ranks(tmp_path):

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from elasticflow_airflow.engines.cluster import job_folder
-from elasticflow_airflow.engines.cluster.job_folder import has_ended
+from elasticflow_airflow.engines.cluster.job_folder import Arrivals, has_ended
 from elasticflow_airflow.engines.cluster.log_archive import StorageArchive
 from elasticflow_airflow.engines.cluster.messages import EnvironmentRequest, Introduction, SupervisorState
 from elasticflow_airflow.engines.cluster.node_link import NodeLink
@@ -34,7 +34,7 @@ from elasticflow_airflow.engines.local.files.records import Records
 from elasticflow_airflow.engines.local.machine import slots
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout
 from elasticflow_airflow.engines.local.machine.stacks import LIMIT_S as STACKS_LIMIT_S
-from elasticflow_airflow.engines.local.machines import Trainer
+from elasticflow_airflow.engines.local.machines import Changes, Trainer
 from elasticflow_airflow.engines.local.node_facts import NodeFacts
 from elasticflow_airflow.engines.local.node_manager import number_in, offer
 from elasticflow_airflow.engines.port import EngineError, EngineNode, Fencing, SlotsHeldError, SupersededError
@@ -109,6 +109,7 @@ class ClusterNodes:
         self._token, self._leadership = token, leadership
         self.fencing: Fencing = OwnEpoch() if leadership is None else leadership.fencing
         self._addresses: Mapping[str, str] = {}
+        self._arrivals = Arrivals()
         self._links: list[NodeLink] = []
         """Replaced as a whole when it changes: the engine reads it in other threads."""
         self._conversations: dict[NodeLink, asyncio.Task[None]] = {}
@@ -146,6 +147,7 @@ class ClusterNodes:
                     self._probe,
                     self._send_across,
                     self._check_names,
+                    self._arrivals,
                     None if self._leadership is None else self._leadership.code_root,
                     None if self._leadership is None else self._make_incarnation,
                 )
@@ -279,8 +281,13 @@ class ClusterNodes:
     def publish(self, incarnation_dir: Path) -> None:
         """Have what the engine has written into the folder of an incarnation sent to its nodes."""
         incarnation = self._relative(incarnation_dir)
+        self._arrivals.note(incarnation)
         for link in self._links_of(incarnation):
             link.mark(incarnation)
+
+    def changes(self, incarnation_dir: Path) -> Changes:
+        """Return what may have changed in the folder of an incarnation."""
+        return self._arrivals.of(self._relative(incarnation_dir))
 
     def expect(self, folders: Iterable[SupervisorFolder]) -> None:
         """Make the folders of supervisors on record: of nodes that stay silent, nothing else is known."""
@@ -303,6 +310,7 @@ class ClusterNodes:
         incarnation = self._relative(incarnation_dir)
         for link in self._links_of(incarnation):
             link.discard(incarnation)
+        self._arrivals.forget(incarnation)
 
     def _check_names(self, link: NodeLink, introduction: Introduction) -> None:
         """Raise ValueError when another agent has a node of the same name, or workers could not meet."""
@@ -415,6 +423,7 @@ class ClusterNodes:
         if gone:
             logger.info("forgotten: %s", ", ".join(self._names(link) for link in gone))
             self._links = [link for link in self._links if link not in gone]
+            self._arrivals.note_all()
             self._suspected -= gone
             for link in gone:
                 self._loop.call_soon_threadsafe(self._conversations.pop(link).cancel)
@@ -429,6 +438,7 @@ class ClusterNodes:
                     with contextlib.suppress(OSError, ValueError):  # A script has damaged it: its lease ends it.
                         folder.write_order(StopOrder(0.0, reason, kill=True))
                     (folder.path / _ABANDONED).touch()
+                    self._arrivals.note(incarnation)
 
     def _remind(self, link: NodeLink) -> None:
         """Have a node told what was given up while it did not answer; the service may have restarted meanwhile."""

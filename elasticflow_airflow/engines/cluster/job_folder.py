@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -16,6 +17,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from elasticflow_airflow.engines.local.files.generation_folder import SupervisorFolder
+from elasticflow_airflow.engines.local.machines import Changes
 from elasticflow_airflow.runtime.protocol import open_ordinary, write_atomic
 
 LARGEST_BYTES = 4 << 20
@@ -213,3 +215,42 @@ def make_incarnation(root: Path, incarnation: str, checkpoints: Path | None) -> 
     if checkpoints is not None and not os.path.lexists(link):
         with contextlib.suppress(FileExistsError):  # Another thread was faster.
             link.symlink_to(checkpoints)
+
+
+class Arrivals:
+    """Notes when something of an incarnation has come from a node, or was written for one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        """Never twice the same: of two threads that note something at once, none is overlooked."""
+        self._states: dict[str, int] = {}
+        self._reports: dict[str, int] = {}
+        self._all = 0
+
+    def note_file(self, path: str) -> None:
+        """Note that a file has come from a node; called when it can be read."""
+        match path.split("/")[3:4]:
+            case ["reports"]:
+                self._reports[incarnation_of(path)] = next(self._numbers)
+            case ["heartbeats" | "logs"]:
+                pass  # Nothing is judged by them.
+            case _:
+                self.note(incarnation_of(path))
+
+    def note(self, incarnation: str) -> None:
+        """Note that the state of an incarnation may have changed; called when it has."""
+        self._states[incarnation] = next(self._numbers)
+
+    def note_all(self) -> None:
+        """Note that something of any incarnation may have changed."""
+        self._all = next(self._numbers)
+
+    def of(self, incarnation: str) -> Changes:
+        """Return the numbers of an incarnation."""
+        states = max(self._states.get(incarnation, 0), self._all)
+        return Changes(states, max(self._reports.get(incarnation, 0), self._all))
+
+    def forget(self, incarnation: str) -> None:
+        """Forget an incarnation whose folder was deleted."""
+        self._states.pop(incarnation, None)
+        self._reports.pop(incarnation, None)

@@ -192,6 +192,7 @@ class NodeAgent:
             for folder in push.renewed:
                 with self._refusing(answer.refused, folder):
                     self._supervisor(folder).renew()
+                    self._watch(job_folder.incarnation_of(folder))
             for job_id in push.renewed_jobs:
                 self._manager.renew(job_id)
             for job_id in push.leaving_jobs:
@@ -219,8 +220,7 @@ class NodeAgent:
         place = job_folder.place_of(file.path)
         if place is None or place.direction is Direction.UP or place.node_id not in (None, *self._manager.nodes):
             raise ValueError(f"{file.path!r} is not a file that is sent here")
-        watched = self._watched.setdefault(place.incarnation, _Watched(0.0))
-        watched.changed_s = time.monotonic()
+        watched = self._watch(place.incarnation)
         if place.worker_id is not None and place.worker_id in self._own_workers(place.incarnation):
             return
         self._storage.make_incarnation(self._root, place.incarnation)
@@ -251,6 +251,8 @@ class NodeAgent:
     def _start(self, path: str, secret_env: Mapping[str, str], answer: PushAnswer) -> None:
         """Start a supervisor, or say in the answer what has to come first. Raises EngineError and others."""
         folder = self._supervisor(path)
+        # Its files may have come long before: on a busy cluster, until the interpreter was checked or the code was there.
+        self._watch(job_folder.incarnation_of(path))
         spec = folder.read_spec()
         code_dir = Path(spec.code_dir)
         if not code_dir.is_dir():
@@ -396,8 +398,7 @@ class NodeAgent:
             for incarnation in sorted(name for name in running if name > recall.after):
                 if size >= ANSWER_BYTES:
                     return answer
-                watched = self._watched.setdefault(incarnation, _Watched(0.0))
-                watched.changed_s = time.monotonic()
+                watched = self._watch(incarnation)
                 answer.last = incarnation
                 try:
                     found = self._recalled(incarnation, watched)
@@ -472,6 +473,12 @@ class NodeAgent:
             if not watched.held and time.monotonic() - watched.changed_s > REST_S and not self._runs(incarnation):
                 self._unwatch(incarnation)
         return answer
+
+    def _watch(self, incarnation: str) -> _Watched:
+        """Look at an incarnation from now on: the service has just sent something for it."""
+        watched = self._watched.setdefault(incarnation, _Watched(0.0))
+        watched.changed_s = time.monotonic()
+        return watched
 
     def _unwatch(self, incarnation: str) -> None:
         self._watched.pop(incarnation, None)

@@ -25,7 +25,7 @@ import httpx
 
 from elasticflow_airflow.engines.cluster import job_folder
 from elasticflow_airflow.engines.cluster.agent_server import tree_digest
-from elasticflow_airflow.engines.cluster.job_folder import Direction, has_ended, is_heartbeat
+from elasticflow_airflow.engines.cluster.job_folder import Arrivals, Direction, has_ended, is_heartbeat
 from elasticflow_airflow.engines.cluster.messages import (
     EnvironmentAnswer,
     EnvironmentRequest,
@@ -128,11 +128,12 @@ class NodeLink:
         probe: StorageProbe,
         on_across: Callable[[NodeLink, str], None],
         on_introduced: Callable[[NodeLink, Introduction], None],
+        arrivals: Arrivals,
         code_root: Path | None = None,
         prepare: Callable[[str], None] | None = None,
     ) -> None:
         self.key, self.url, self._root, self._fencing, self._probe = key, url, root, fencing, probe
-        self._on_across, self._on_introduced = on_across, on_introduced
+        self._on_across, self._on_introduced, self._arrivals = on_across, on_introduced, arrivals
         self._code_root, self._prepare = root if code_root is None else code_root, prepare
         self._known_version = 0
         """What had changed up to then at the node is known when it has been introduced."""
@@ -374,6 +375,7 @@ class NodeLink:
             self.introduction = found  # Whose node it is counts, also where it cannot tell what it has.
             await self._recall(found)
             self.was_recalled = True
+            self._arrivals.note_all()
         job_folder.write_whole(self._known_path, found.model_dump_json().encode())
         self.introduction, self._connected = found, True
         self._wake.set()
@@ -454,6 +456,7 @@ class NodeLink:
     def _take(self, answer: PullAnswer) -> None:
         # Whoever reads the files meanwhile finds the status of a supervisor only once it counts as running, and the
         # last status of one that has ended before it counts as dead.
+        before = self.supervisors
         running = {folder: state for folder, state in answer.supervisors.items() if state.is_running}
         self.supervisors = {**self.supervisors, **running}
         for file in answer.files:
@@ -461,6 +464,7 @@ class NodeLink:
                 self._take_file(file)
             except Exception as error:  # noqa: BLE001  (a script can have made anything of it: the other files are taken)
                 self._complain_of(file.path, error)
+            self._arrivals.note_file(file.path)
         self.supervisors, self.holders = answer.supervisors, answer.holders
         if (
             answer.leaving_at != self._leaving_there
@@ -470,6 +474,11 @@ class NodeLink:
         for folder in [folder for folder, at in self._started.items() if self.answers > at + 2]:
             self._started.pop(folder, None)
         self.answers += 1
+        if self.answers == 1:
+            self._arrivals.note_all()
+        for folder in {*before, *answer.supervisors}:
+            if before.get(folder) is not answer.supervisors.get(folder):
+                self._arrivals.note(job_folder.incarnation_of(folder))
         self.is_current = True
         if self.problem is not None:
             logger.info("node at %s answers", self.url)

@@ -26,7 +26,7 @@ from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_
 from elasticflow_airflow.engines.local.machines import Machines, Trainer
 from elasticflow_airflow.engines.local.node_facts import layout_of
 from elasticflow_airflow.engines.local.node_manager import NodeManager
-from elasticflow_airflow.engines.local.observing import Observer
+from elasticflow_airflow.engines.local.observing import Observer, is_steady
 from elasticflow_airflow.engines.local.starting import Starter
 from elasticflow_airflow.engines.local.workers.warm_pool import WarmPool
 from elasticflow_airflow.engines.port import EngineError, EngineNode, GangObservation, GangSpec, GangState, LogChunk
@@ -183,7 +183,8 @@ class TorchrunEngine:
 
     def _follow_up(self, job: JobRecord, gangs: list[GangObservation]) -> list[GangObservation]:
         """End workers that are overdue to leave, and serve gangs that wait for others to leave."""
-        if len(gangs) == 1 and _goes_on(gangs[0]):
+        others_ended = all(gang.state is GangState.ENDED for gang in gangs[1:])
+        if gangs and is_steady(gangs[0]) and others_ended and not any(gang.dropped for gang in job.gangs.values()):
             return gangs  # Nobody is to leave, nobody waits, and the look at it has ordered nothing.
         troubles: list[str] = []
         with self._trouble_of_one(troubles), self._published(job):
@@ -568,12 +569,6 @@ class TorchrunEngine:
             raise
         self._saved[job.job_id] = raw
         self._jobs[job.job_id] = job
-
-
-def _goes_on(gang: GangObservation) -> bool:
-    """Return whether all workers of a gang train."""
-    trains = gang.state is GangState.RUNNING and not gang.trouble
-    return trains and all(worker.pid is not None and worker.exit_code is None for worker in gang.workers)
 
 
 def _on_record(job: JobRecord) -> Iterator[SupervisorFolder]:

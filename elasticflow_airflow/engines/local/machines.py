@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from elasticflow_airflow.engines.local.files.generation_folder import Status, SupervisorFolder
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout
@@ -27,6 +27,15 @@ class Trainer:
     node_id: str
     process: ProcessId | None
     stacks_file: Path
+
+
+class Changes(NamedTuple):
+    """Numbers that differ from earlier ones where something of an incarnation may have changed since."""
+
+    states: int
+    """What its supervisors wrote, whether they live, and what they were told."""
+    reports: int
+    """What its workers reported."""
 
 
 class Machines(Protocol):
@@ -71,6 +80,10 @@ class Machines(Protocol):
 
     def publish(self, incarnation_dir: Path) -> None:
         """Have what the engine has written into the folder of an incarnation reach its nodes."""
+        ...
+
+    def changes(self, incarnation_dir: Path) -> Changes | None:
+        """Return what may have changed in the folder of an incarnation; None where only a look into it tells."""
         ...
 
     def expect(self, folders: Iterable[SupervisorFolder]) -> None:

@@ -123,6 +123,9 @@ class NodeManager:
     def publish(self, incarnation_dir: Path) -> None:
         """Do nothing: the engine and the workers have the same folder."""
 
+    def changes(self, incarnation_dir: Path) -> None:
+        """Return None: supervisors and workers write there themselves."""
+
     def expect(self, folders: Iterable[SupervisorFolder]) -> None:
         """Do nothing: their folders are here."""
 

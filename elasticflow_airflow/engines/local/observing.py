@@ -23,15 +23,17 @@ from elasticflow_airflow.engines.local.gang_state import (
     judge_ended,
     judge_living,
 )
-from elasticflow_airflow.engines.local.machines import Machines, Trainer
+from elasticflow_airflow.engines.local.machines import Changes, Machines, Trainer
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
-from elasticflow_airflow.runtime.protocol import Report, read_some_reports, report_path, stacks_path
+from elasticflow_airflow.runtime.protocol import Report, ReportKind, read_some_reports, report_path, stacks_path
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 SETTLED_S = 30.0
 """A script that has started no session for this long counts as running without one."""
 START_LIMIT_S = 30.0
 """A supervisor that has written nothing for this long is considered never to come up."""
+_OF_THE_COURSE = {ReportKind.PROGRESS, ReportKind.WORKER}
+"""Kinds of reports that tell nothing about the state of a gang."""
 
 
 class Observer:
@@ -50,6 +52,8 @@ class Observer:
         """Reports that were read, but not handed over yet: whatever fails after reading must not lose them."""
         self._ended: dict[tuple[str, int], GangObservation] = {}
         self._first_seen_s: dict[tuple[str, int, str], float] = {}
+        self._known: dict[tuple[str, int], Changes] = {}
+        """What had changed when a gang was looked at last."""
         self._signs: dict[tuple[str, int], tuple[list[int], float]] = {}
         """Last progress stamps of the imports, and the time (monotonic) since when they are unchanged."""
 
@@ -60,6 +64,7 @@ class Observer:
         self._heard.pop(key, None)
         self._signs.pop(key, None)
         self._last.pop(key, None)
+        self._known.pop(key, None)
         self._unsent.pop(key, None)
         self._were_held.discard(key)
         for folder in gang.folders.values():
@@ -74,13 +79,14 @@ class Observer:
         key = (job.job_id, gang.generation)
         if key in self._ended:
             return replace(self._ended[key], reports=self._unsent.get(key, ()))
+        changes = self._machines.changes(Path(gang.incarnation_dir))
+        if changes is not None and self._goes_on_as_before(job, gang, changes):
+            return replace(self._last[key], reports=self._unsent.get(key, ()))
         statuses = self._read_statuses(gang)
         # Read statuses first: a worker that has ended by then adds no more reports.
         verdict_of_end = self._end_of(job, gang, statuses)
-        news = self._new_reports(job, gang)
-        self._unsent[key] = self._unsent.get(key, ()) + news
-        heard = self._heard.setdefault(key, Heard())
-        heard.take(news)
+        self._take_reports(job, gang)
+        heard = self._heard[key]
         if heard.in_place and not gang.capable:
             gang.capable = True
             self._save(job)
@@ -106,7 +112,7 @@ class Observer:
             state=verdict.state,
             outcome=verdict.outcome,
             workers=self.workers(gang, statuses) if gang.started else (),
-            reports=self._unsent[key],
+            reports=self._unsent.get(key, ()),
             failure=verdict.failure,
             failed_rank=verdict.failed_rank,
         )
@@ -115,7 +121,32 @@ class Observer:
             self._ended[key] = replace(observation, reports=())
         else:
             self._last[key] = replace(observation, reports=())
+            if changes is not None:
+                self._known[key] = changes
         return observation
+
+    def _goes_on_as_before(self, job: JobRecord, gang: GangRecord, changes: Changes) -> bool:
+        """Return whether all workers train as they did at the last look; takes what they report meanwhile."""
+        key = (job.job_id, gang.generation)
+        last, known = self._last.get(key), self._known.get(key)
+        if last is None or known is None or known.states != changes.states or not is_steady(last):
+            return False
+        if gang.generation != job.latest:  # What becomes of it depends on the later ones.
+            return False
+        if known.reports != changes.reports:
+            kinds = self._take_reports(job, gang)
+            self._known[key] = changes
+            return kinds <= _OF_THE_COURSE
+        return True
+
+    def _take_reports(self, job: JobRecord, gang: GangRecord) -> set[ReportKind]:
+        """Read new reports, to be handed over; return their kinds."""
+        key = (job.job_id, gang.generation)
+        news = self._new_reports(job, gang)
+        if news:
+            self._unsent[key] = self._unsent.get(key, ()) + news
+        self._heard.setdefault(key, Heard()).take(news)
+        return {report.kind for report in news}
 
     def handed_over(self) -> None:
         """Note that the reports of all observations so far have reached the caller, who gets them once."""
@@ -381,6 +412,12 @@ class Observer:
             streams.append([replace(report, at_s=report.at_s + offset_s) for report in own] if offset_s else own)
         self._offsets |= offsets
         return tuple(heapq.merge(*streams, key=lambda report: report.at_s))
+
+
+def is_steady(gang: GangObservation) -> bool:
+    """Return whether all workers of a gang train."""
+    trains = gang.state is GangState.RUNNING and not gang.trouble
+    return trains and all(worker.pid is not None and worker.exit_code is None for worker in gang.workers)
 
 
 def unseen_workers(placement: Sequence[Slot], ids: Sequence[str] = ()) -> tuple[WorkerObservation, ...]:

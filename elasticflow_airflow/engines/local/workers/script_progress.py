@@ -13,8 +13,8 @@ from pathlib import Path
 
 from elasticflow_airflow import bounds
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, open_ordinary
+from elasticflow_airflow.runtime.reporting import progress_interval_s
 
-INTERVAL_S = 0.5
 _LONGEST_LINE = 64 * 1024
 _LARGEST_FILE = 64 * 1024
 _QUOTED = 100
@@ -22,7 +22,7 @@ _QUOTED = 100
 
 @dataclass(slots=True, kw_only=True)
 class PlainProgress:
-    """Turns the output of a plain script into ``progress`` reports of its rank 0, at most two per second.
+    """Turns the output of a plain script into ``progress`` reports of its rank 0, at most as many as of a session.
 
     ``regex`` is searched in each line; group ``step`` (or the first) is the number of steps done, group ``loss`` is
     optional. ``file`` holds the step, or JSON with ``step`` and ``loss``.
@@ -40,6 +40,7 @@ class PlainProgress:
     _loss: float | None = None
     _reported_step: int | None = None
     _reported_s: float = 0.0
+    _began_s: float = field(default_factory=time.monotonic)
     _file_time: int = field(default=0)
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class PlainProgress:
         if (
             self._step is None
             or self._step == self._reported_step
-            or (not last and now_s - self._reported_s < INTERVAL_S)
+            or (not last and now_s - self._reported_s < progress_interval_s(now_s - self._began_s))
         ):
             return
         data: dict[str, float | int] = {}
