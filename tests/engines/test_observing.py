@@ -117,6 +117,7 @@ def test_nothing_is_read_where_nothing_has_come(training: Training) -> None:
     before = training.look()
     training.reads.clear()
     assert training.look() == before
+    assert not training.observer.has_ended(training.job, training.gang)
     assert training.reads == []
 
 

@@ -116,6 +116,10 @@ class ClusterNodes:
         self._begun_s = self._ticked_s = time.monotonic()
         """The former: when it was first said where agents are."""
         self._strangers_checked = False
+        self._given_up: dict[Path, bool] = {}
+        """By folder of a supervisor, whether the marker is in it."""
+        self._renewed: dict[str, int] = {}
+        """By incarnation: which nodes had come, as ``Arrivals.everything`` counts them, when its leases were renewed."""
         self._suspected: set[NodeLink] = set()
         self._met: set[NodeLink] = set()
         """Links whose node was reminded of what was given up while it did not answer."""
@@ -300,10 +304,15 @@ class ClusterNodes:
         self._storage.make_incarnation(self._root, incarnation)
 
     def renew_lease(self, folder: SupervisorFolder) -> None:
-        """Have the lease renewed."""
+        """Have the lease renewed, and what its node may lack sent: a service before this one may have died meanwhile."""
+        path = self._relative(folder.path)
         for link in self._at(folder):
             if not self.was_given_up(folder):
-                link.renew(self._relative(folder.path))
+                link.renew(path)
+        incarnation, everything = job_folder.incarnation_of(path), self._arrivals.everything
+        if self._renewed.get(incarnation) != everything:
+            self.publish(self._root / incarnation)
+            self._renewed[incarnation] = everything
 
     def discard(self, incarnation_dir: Path) -> None:
         """Have the files of an incarnation deleted on its nodes, except its checkpoints."""
@@ -311,6 +320,9 @@ class ClusterNodes:
         for link in self._links_of(incarnation):
             link.discard(incarnation)
         self._arrivals.forget(incarnation)
+        self._renewed.pop(incarnation, None)
+        for path in [path for path in list(self._given_up) if incarnation_dir in path.parents]:
+            del self._given_up[path]
 
     def _check_names(self, link: NodeLink, introduction: Introduction) -> None:
         """Raise ValueError when another agent has a node of the same name, or workers could not meet."""
@@ -360,7 +372,10 @@ class ClusterNodes:
 
     def was_given_up(self, folder: SupervisorFolder) -> bool:
         """Return whether its node was silent, and its workers were given up."""
-        return (folder.path / _ABANDONED).exists()
+        known = self._given_up.get(folder.path)
+        if known is None:
+            known = self._given_up[folder.path] = (folder.path / _ABANDONED).exists()
+        return known
 
     def is_alive(self, folder: SupervisorFolder, status: Status) -> bool:  # noqa: ARG002  (its node knows)
         """Return whether a supervisor is running and was not given up."""
@@ -438,6 +453,7 @@ class ClusterNodes:
                     with contextlib.suppress(OSError, ValueError):  # A script has damaged it: its lease ends it.
                         folder.write_order(StopOrder(0.0, reason, kill=True))
                     (folder.path / _ABANDONED).touch()
+                    self._given_up[folder.path] = True
                     self._arrivals.note(incarnation)
 
     def _remind(self, link: NodeLink) -> None:

@@ -242,8 +242,13 @@ class Arrivals:
         self._states[incarnation] = next(self._numbers)
 
     def note_all(self) -> None:
-        """Note that something of any incarnation may have changed."""
+        """Note that something of any incarnation may have changed: a node has come, or gone."""
         self._all = next(self._numbers)
+
+    @property
+    def everything(self) -> int:
+        """Differs from earlier ones where :meth:`note_all` was called since."""
+        return self._all
 
     def of(self, incarnation: str) -> Changes:
         """Return the numbers of an incarnation."""

@@ -251,7 +251,7 @@ class NodeAgent:
     def _start(self, path: str, secret_env: Mapping[str, str], answer: PushAnswer) -> None:
         """Start a supervisor, or say in the answer what has to come first. Raises EngineError and others."""
         folder = self._supervisor(path)
-        # Its files may have come long before: on a busy cluster, until the interpreter was checked or the code was there.
+        # Its files may have come long before, until the interpreter was checked or the code was there.
         self._watch(job_folder.incarnation_of(path))
         spec = folder.read_spec()
         code_dir = Path(spec.code_dir)

@@ -282,7 +282,8 @@ class NodeLink:
     def _want(self, wanted: _Wanted) -> None:
         with self._lock:
             self._wanted.add(wanted)
-        if self._loop is not None:
+        # Where it is set, what is wanted has not been taken yet.
+        if self._loop is not None and not self._wake.is_set():
             with contextlib.suppress(RuntimeError):  # The loop has just been closed.
                 self._loop.call_soon_threadsafe(self._wake.set)
 
@@ -375,7 +376,7 @@ class NodeLink:
             self.introduction = found  # Whose node it is counts, also where it cannot tell what it has.
             await self._recall(found)
             self.was_recalled = True
-            self._arrivals.note_all()
+        self._arrivals.note_all()
         job_folder.write_whole(self._known_path, found.model_dump_json().encode())
         self.introduction, self._connected = found, True
         self._wake.set()

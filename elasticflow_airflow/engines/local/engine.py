@@ -145,8 +145,7 @@ class TorchrunEngine:
             job = self._jobs.get(job_id)
             with as_engine_errors(self._state_dir):
                 if job is not None:
-                    with self._published(job):
-                        self._renew(job)
+                    self._renew(job)
                 elif job_id in self._damaged:
                     self._machines.renew(job_id)
 

@@ -81,7 +81,8 @@ class Observer:
             return replace(self._ended[key], reports=self._unsent.get(key, ()))
         changes = self._machines.changes(Path(gang.incarnation_dir))
         if changes is not None and self._goes_on_as_before(job, gang, changes):
-            return replace(self._last[key], reports=self._unsent.get(key, ()))
+            news = self._unsent.get(key)
+            return replace(self._last[key], reports=news) if news else self._last[key]
         statuses = self._read_statuses(gang)
         # Read statuses first: a worker that has ended by then adds no more reports.
         verdict_of_end = self._end_of(job, gang, statuses)
@@ -127,17 +128,22 @@ class Observer:
 
     def _goes_on_as_before(self, job: JobRecord, gang: GangRecord, changes: Changes) -> bool:
         """Return whether all workers train as they did at the last look; takes what they report meanwhile."""
+        if not self._is_unchanged(job, gang, changes):
+            return False
         key = (job.job_id, gang.generation)
-        last, known = self._last.get(key), self._known.get(key)
-        if last is None or known is None or known.states != changes.states or not is_steady(last):
-            return False
-        if gang.generation != job.latest:  # What becomes of it depends on the later ones.
-            return False
-        if known.reports != changes.reports:
+        if self._known[key].reports != changes.reports:
             kinds = self._take_reports(job, gang)
             self._known[key] = changes
             return kinds <= _OF_THE_COURSE
         return True
+
+    def _is_unchanged(self, job: JobRecord, gang: GangRecord, changes: Changes | None) -> bool:
+        """Return whether all workers trained at the last look, and no state has changed since."""
+        key = (job.job_id, gang.generation)
+        last, known = self._last.get(key), self._known.get(key)
+        if last is None or known is None or changes is None or known.states != changes.states:
+            return False
+        return is_steady(last) and gang.generation == job.latest  # What becomes of others depends on later ones.
 
     def _take_reports(self, job: JobRecord, gang: GangRecord) -> set[ReportKind]:
         """Read new reports, to be handed over; return their kinds."""
@@ -234,6 +240,8 @@ class Observer:
         """Return whether a gang has no process left and none will be started."""
         if self.was_seen_to_end(job, gang):
             return True
+        if self._is_unchanged(job, gang, self._machines.changes(Path(gang.incarnation_dir))):
+            return False
         try:
             return self._end_of(job, gang, self._read_statuses(gang)) is not None
         except (OSError, ValueError, TypeError, AttributeError):
