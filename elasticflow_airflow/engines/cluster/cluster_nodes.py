@@ -119,7 +119,7 @@ class ClusterNodes:
         self._given_up: dict[Path, bool] = {}
         """By folder of a supervisor, whether the marker is in it."""
         self._renewed: dict[str, int] = {}
-        """By incarnation: which nodes had come, as ``Arrivals.everything`` counts them, when its leases were renewed."""
+        """By incarnation: ``Arrivals.everything`` as it was when its leases were renewed last."""
         self._suspected: set[NodeLink] = set()
         self._met: set[NodeLink] = set()
         """Links whose node was reminded of what was given up while it did not answer."""
@@ -304,7 +304,7 @@ class ClusterNodes:
         self._storage.make_incarnation(self._root, incarnation)
 
     def renew_lease(self, folder: SupervisorFolder) -> None:
-        """Have the lease renewed, and what its node may lack sent: a service before this one may have died meanwhile."""
+        """Have the lease renewed, and what its node may lack sent: an earlier service may have died before it was."""
         path = self._relative(folder.path)
         for link in self._at(folder):
             if not self.was_given_up(folder):
