@@ -86,16 +86,56 @@ def footprint_of(work: Work, now: float, limit_s: float) -> float | None:
     return least
 
 
+class Arrivals:
+    """Past arrivals in the order in which they were noted, in arrays that grow: to note one costs the same always."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._fields = np.empty((64, len(Arrival._fields)))
+        self._moments = np.empty(64, np.intp)
+        self._number_of: dict[float, int] = {}
+        """By arrival time, the number of that moment."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def known(self) -> NDArray[np.float64]:
+        """A row for each arrival, a column for each field; what is noted later changes nothing in it."""
+        return self._fields[: self._count]
+
+    @property
+    def moments(self) -> NDArray[np.intp]:
+        """The number of each arrival's moment."""
+        return self._moments[: self._count]
+
+    def note(self, arrival: Arrival) -> None:
+        """Add one."""
+        if self._count == len(self._fields):
+            self._fields = np.concatenate([self._fields, np.empty_like(self._fields)])
+            self._moments = np.concatenate([self._moments, np.empty_like(self._moments)])
+        self._fields[self._count] = arrival
+        self._moments[self._count] = self._number_of.setdefault(arrival.at_s, len(self._number_of))
+        self._count += 1
+
+    def forget_before(self, oldest_s: float) -> None:
+        """Forget those that came before a time, once they are a quarter of all."""
+        if self._count <= 64 or self._fields[self._count // 4, 0] >= oldest_s:
+            return
+        kept = [Arrival(*row) for row in self.known.tolist() if row[0] >= oldest_s]
+        self._count, self._number_of = 0, {}
+        self._fields, self._moments = np.empty_like(self._fields), np.empty_like(self._moments)
+        for arrival in kept:
+            self.note(arrival)
+
+
 class _Seen(NamedTuple):
-    """The arrivals as seen at one moment, in the order in which they were noted."""
+    """The arrivals as seen at one moment."""
 
     now: float
     known: NDArray[np.float64]
-    """A row for each arrival, a column for each field."""
     weights: tuple[NDArray[np.float64], ...]
     """By half-life: how much each arrival counts."""
-    moments: NDArray[np.intp]
-    """The number of each arrival's moment."""
 
 
 def _sure_part(moments: NDArray[np.intp], weights: NDArray[np.float64]) -> float:
@@ -116,7 +156,7 @@ class Protection:
         self.half_lives_s = half_lives_s
         self.reach = reach
         self.weight = weight
-        self.arrivals: list[Arrival] = []
+        self.arrivals = Arrivals()
         self.short_at_s = -math.inf
         """When a job was last refused for lack of slots."""
         self._last_seen: _Seen | None = None
@@ -127,11 +167,9 @@ class Protection:
 
     def note(self, arrival: Arrival) -> None:
         """Record an arrival, whatever its outcome."""
-        self.arrivals.append(arrival)
+        self.arrivals.note(arrival)
+        self.arrivals.forget_before(arrival.at_s - FORGOTTEN * max(self.half_lives_s))
         self._last_seen = None
-        oldest = arrival.at_s - FORGOTTEN * max(self.half_lives_s)
-        if len(self.arrivals) > 64 and self.arrivals[len(self.arrivals) // 4].at_s < oldest:
-            self.arrivals = [known for known in self.arrivals if known.at_s >= oldest]
 
     def expected_use(
         self,
@@ -163,7 +201,7 @@ class Protection:
         use = seen.known[cheaper, 1] / windows
         horizon = (times - now)[:, None]
         before = np.maximum(horizon - windows[None, :], 0.0)
-        moments = seen.moments[cheaper] if sure else None
+        moments = self.arrivals.moments[cheaper] if sure else None
         estimates = []
         for half_life, weights_of_all in zip(self.half_lives_s, seen.weights, strict=True):
             decay = math.log(2.0) / half_life
@@ -183,7 +221,7 @@ class Protection:
         """Return which arrivals are cheaper; None if there is none, or if ``certain`` and they say nothing for sure."""
         if certain and not self._several_moments(but):
             return None
-        if not self.arrivals:
+        if not len(self.arrivals):
             return None
         known = self._seen(now).known
         value = known[:, 3]
@@ -193,22 +231,17 @@ class Protection:
 
     def _several_moments(self, but: float) -> bool:
         """Return whether others than ``but`` came at several moments: one moment says nothing of a rate."""
-        first: float | None = None
-        for arrival in self.arrivals:
-            if arrival.key != but and arrival.at_s != first:
-                if first is not None:
-                    return True
-                first = arrival.at_s
-        return False
+        others = self.arrivals.moments[self.arrivals.known[:, 4] != but]
+        return len(others) > 0 and bool((others != others[0]).any())
 
     def _seen(self, now: float) -> _Seen:
         """Return all arrivals as seen now; the same object as long as neither changes."""
         seen = self._last_seen
         if seen is None or seen.now != now:
-            known = np.array(self.arrivals, dtype=np.float64) if seen is None else seen.known
+            known = self.arrivals.known
             ages = np.maximum(now - known[:, 0], 0.0)
             weights = tuple(np.exp(-(math.log(2.0) / half_life) * ages) for half_life in self.half_lives_s)
-            seen = self._last_seen = _Seen(now, known, weights, np.unique(ages, return_inverse=True)[1])
+            seen = self._last_seen = _Seen(now, known, weights)
         return seen
 
     def expectation(
