@@ -66,7 +66,7 @@ SUBMITTED_FIELDS = (
 
 _LONGEST_LINE_BYTES = 1 << 20
 _LARGEST_FILE_BYTES = 1 << 24
-_MOST_BYTES_A_LOOK = 1 << 24
+MOST_BYTES_A_LOOK = 1 << 24
 
 
 class RescaleMode(StrEnum):
@@ -428,7 +428,7 @@ def read_some_reports(path: Path, offset: int = 0) -> tuple[list[tuple[Report, i
     file. Raises the same errors as :func:`read_reports`.
     """
     found: list[tuple[Report, int]] = []
-    end, too_long = offset + _MOST_BYTES_A_LOOK, False
+    end, too_long = offset + MOST_BYTES_A_LOOK, False
     try:
         file = open_ordinary(path)
     except FileNotFoundError:

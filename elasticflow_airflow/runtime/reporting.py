@@ -51,12 +51,12 @@ class FileReporter:
     @property
     def interval_s(self) -> float:
         """Minimum seconds between two progress reports at present."""
-        return progress_interval_s(time.monotonic() - self._adopted_s)
+        return progress_interval_s(time.monotonic() - self._began_s)
 
     def adopt(self, generation: int) -> None:
         """Switch to the report file of another generation."""
         self._path = report_path(self._incarnation_dir, generation, self._worker_id)
-        self._generation, self._adopted_s = generation, time.monotonic()
+        self._generation, self._began_s = generation, time.monotonic()
 
     def say(self, kind: ReportKind, rank: int, step: int, /, **data: Any) -> None:
         """Append one line. If it cannot be written, print that to standard error and drop the report.
@@ -64,6 +64,8 @@ class FileReporter:
         STARTED and FINISHED are essential for the training and are retried for ``REPORT_LIMIT_S`` seconds. Raises
         SystemExit with ``UNREPORTED_STATUS`` if that fails.
         """
+        if kind is ReportKind.STARTED:
+            self._began_s = time.monotonic()
         report = Report(
             kind=kind,
             generation=self._generation,

@@ -477,6 +477,23 @@ def test_what_has_come_of_a_job_is_noted(tmp_path: Path, monkeypatch: pytest.Mon
     assert change(supervisors={"jobs/another/i000001/supervisors/g000001-node0": "alive"}) == (True, False)
 
 
+def test_the_rest_of_a_long_file_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, job, sent = open_link(tmp_path), "jobs/job/i000001", b""
+    monkeypatch.setattr(NodeLink, "node_ids", ("node0",))
+    monkeypatch.setattr(node_link, "PART_BYTES", 10)
+    report = tmp_path / job / "reports/g000001-g000001-r001.jsonl"
+    report.parent.mkdir(parents=True)
+    report.write_bytes(bytes(range(25)))
+    link.mark(job)
+    while link._wanted.incarnations:
+        wanted, link._wanted = link._wanted, type(link._wanted)()
+        stamps: dict[str, tuple[int, int, int]] = {}
+        parts, _ = link._parts(wanted, stamps)
+        link._sent |= stamps
+        sent += b"".join(part.data for part in parts)
+    assert sent == bytes(range(25))
+
+
 def test_no_supervisor_counts_as_dead_while_an_answer_is_taken_that_tells_of_its_start_or_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

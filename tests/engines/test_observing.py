@@ -175,3 +175,39 @@ def test_one_that_leaves_for_a_later_generation_is_looked_at_though_it_says_noth
     later = replace(training.gang, generation=2, adopted=True, ids=(training.gang.worker_id(0),))
     training.job.gangs[2], training.job.latest = later, 2
     assert training.look().state is not GangState.RUNNING
+
+
+def test_a_look_that_fails_after_its_reports_were_read_is_taken_again(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.look()
+    training.say(ReportKind.STARTED)  # once more, of a session that can change in place
+    with monkeypatch.context() as broken:
+        broken.setattr(training.observer, "_read_statuses", lambda *_: (_ for _ in ()).throw(OSError("no")))
+        with pytest.raises(OSError, match="no"):
+            training.look()
+    training.reads.clear()
+    assert [report.kind for report in training.look().reports] == [ReportKind.STARTED]
+    assert len(training.reads) == 2  # the status, and the reports once more
+
+
+def test_what_is_left_of_many_reports_is_read_though_none_follows(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.look()
+    monkeypatch.setattr("elasticflow_airflow.runtime.protocol.MOST_BYTES_A_LOOK", 100)
+    monkeypatch.setattr(observing, "MOST_BYTES_A_LOOK", 100)
+    for step in range(5):
+        training.say(ReportKind.PROGRESS, step)
+    found = [report.step for _ in range(5) for report in training.look().reports]
+    assert found == list(range(5))
+
+
+def test_a_folder_that_cannot_be_told_of_is_judged_by_its_slots(training: Training) -> None:
+    training.look()
+
+    def nowhere(_folder: Path) -> Changes:
+        raise ValueError("not below the state directory")
+
+    training.machines.changes = nowhere  # type: ignore[method-assign]
+    assert not training.observer.has_ended(training.job, training.gang)

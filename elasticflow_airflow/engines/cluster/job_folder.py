@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -221,8 +222,9 @@ class Arrivals:
     """Notes when something of an incarnation has come from a node, or was written for one. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        """Never twice the same: of two threads that note something at once, none is overlooked."""
+        """The later is the higher: stored with the lock held, in the order in which they were taken."""
         self._states: dict[str, int] = {}
         self._reports: dict[str, int] = {}
         self._all = 0
@@ -231,7 +233,8 @@ class Arrivals:
         """Note that a file has come from a node; called when it can be read."""
         match path.split("/")[3:4]:
             case ["reports"]:
-                self._reports[incarnation_of(path)] = next(self._numbers)
+                with self._lock:
+                    self._reports[incarnation_of(path)] = next(self._numbers)
             case ["heartbeats" | "logs"]:
                 pass  # Nothing is judged by them.
             case _:
@@ -239,11 +242,13 @@ class Arrivals:
 
     def note(self, incarnation: str) -> None:
         """Note that the state of an incarnation may have changed; called when it has."""
-        self._states[incarnation] = next(self._numbers)
+        with self._lock:
+            self._states[incarnation] = next(self._numbers)
 
     def note_all(self) -> None:
         """Note that something of any incarnation may have changed: a node has come, or gone."""
-        self._all = next(self._numbers)
+        with self._lock:
+            self._all = next(self._numbers)
 
     @property
     def everything(self) -> int:

@@ -376,9 +376,9 @@ class NodeLink:
             self.introduction = found  # Whose node it is counts, also where it cannot tell what it has.
             await self._recall(found)
             self.was_recalled = True
-        self._arrivals.note_all()
         job_folder.write_whole(self._known_path, found.model_dump_json().encode())
         self.introduction, self._connected = found, True
+        self._arrivals.note_all()
         self._wake.set()
 
     async def _recall(self, introduction: Introduction) -> None:
@@ -636,6 +636,8 @@ class NodeLink:
                 if part is not None:
                     room -= len(part.data)
                     found.append(part)
+                    if part.offset is not None and len(part.data) >= PART_BYTES:
+                        self.mark(incarnation)  # There may be more of it.
         for incarnation in postponed:
             self.mark(incarnation)  # with the next push
         return found, postponed

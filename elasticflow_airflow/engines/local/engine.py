@@ -74,6 +74,8 @@ class TorchrunEngine:
             machines, self._state_dir, code_root or self._state_dir, (log_segment_bytes, log_segments)
         )
         self._observer = Observer(machines, self._save)
+        self._called_off: set[tuple[str, int]] = set()
+        """Generations that will never start, and whose supervisors were told."""
         self._damaged: dict[str, str] = {}
         """By job id: why its record cannot be read, for jobs whose gangs may still run."""
         with disk_errors(self._state_dir):
@@ -183,7 +185,8 @@ class TorchrunEngine:
     def _follow_up(self, job: JobRecord, gangs: list[GangObservation]) -> list[GangObservation]:
         """End workers that are overdue to leave, and serve gangs that wait for others to leave."""
         others_ended = all(gang.state is GangState.ENDED for gang in gangs[1:])
-        if gangs and is_steady(gangs[0]) and others_ended and not any(gang.dropped for gang in job.gangs.values()):
+        dropped = {(job.job_id, gang.generation) for gang in job.gangs.values() if gang.dropped}
+        if gangs and is_steady(gangs[0]) and others_ended and dropped <= self._called_off:
             return gangs  # Nobody is to leave, nobody waits, and the look at it has ordered nothing.
         troubles: list[str] = []
         with self._trouble_of_one(troubles), self._published(job):
@@ -192,6 +195,7 @@ class TorchrunEngine:
             for gang in job.gangs.values():
                 if gang.dropped:
                     self._end_warm_up(gang, "another generation has replaced it")
+                    self._called_off.add((job.job_id, gang.generation))
                 elif not gang.started and not gang.in_place:
                     self._tell_earlier(job, gang)
         return [replace(gang, trouble=gang.trouble or troubles[0]) for gang in gangs] if troubles else gangs
@@ -218,6 +222,7 @@ class TorchrunEngine:
             ended = [gang.generation for gang in job.gangs.values() if self._observer.has_ended(job, gang)]
             for generation in ended:
                 self._observer.forget(job, job.gangs.pop(generation))
+                self._called_off.discard((job_id, generation))
             if ended:
                 with as_engine_errors(self._state_dir):
                     self._save(job)

@@ -25,7 +25,14 @@ from elasticflow_airflow.engines.local.gang_state import (
 )
 from elasticflow_airflow.engines.local.machines import Changes, Machines, Trainer
 from elasticflow_airflow.engines.port import GangObservation, GangOutcome, GangState, WorkerObservation
-from elasticflow_airflow.runtime.protocol import Report, ReportKind, read_some_reports, report_path, stacks_path
+from elasticflow_airflow.runtime.protocol import (
+    MOST_BYTES_A_LOOK,
+    Report,
+    ReportKind,
+    read_some_reports,
+    report_path,
+    stacks_path,
+)
 from elasticflow_airflow.scheduler_core.model.values import Slot
 
 SETTLED_S = 30.0
@@ -34,6 +41,8 @@ START_LIMIT_S = 30.0
 """A supervisor that has written nothing for this long is considered never to come up."""
 _OF_THE_COURSE = {ReportKind.PROGRESS, ReportKind.WORKER}
 """Kinds of reports that tell nothing about the state of a gang."""
+_UNREAD = -1
+"""Instead of the number of the last reports, where there are more."""
 
 
 class Observer:
@@ -86,7 +95,7 @@ class Observer:
         statuses = self._read_statuses(gang)
         # Read statuses first: a worker that has ended by then adds no more reports.
         verdict_of_end = self._end_of(job, gang, statuses)
-        self._take_reports(job, gang)
+        _, are_all = self._take_reports(job, gang)
         heard = self._heard[key]
         if heard.in_place and not gang.capable:
             gang.capable = True
@@ -123,7 +132,7 @@ class Observer:
         else:
             self._last[key] = replace(observation, reports=())
             if changes is not None:
-                self._known[key] = changes
+                self._known[key] = changes if are_all else changes._replace(reports=_UNREAD)
         return observation
 
     def _goes_on_as_before(self, job: JobRecord, gang: GangRecord, changes: Changes) -> bool:
@@ -131,11 +140,14 @@ class Observer:
         if not self._is_unchanged(job, gang, changes):
             return False
         key = (job.job_id, gang.generation)
-        if self._known[key].reports != changes.reports:
-            kinds = self._take_reports(job, gang)
-            self._known[key] = changes
-            return kinds <= _OF_THE_COURSE
-        return True
+        if self._known[key].reports == changes.reports:
+            return True
+        kinds, are_all = self._take_reports(job, gang)
+        if kinds <= _OF_THE_COURSE:
+            self._known[key] = changes if are_all else changes._replace(reports=_UNREAD)
+            return True
+        del self._known[key]  # The look that they need may fail.
+        return False
 
     def _is_unchanged(self, job: JobRecord, gang: GangRecord, changes: Changes | None) -> bool:
         """Return whether all workers trained at the last look, and no state has changed since."""
@@ -145,14 +157,14 @@ class Observer:
             return False
         return is_steady(last) and gang.generation == job.latest  # What becomes of others depends on later ones.
 
-    def _take_reports(self, job: JobRecord, gang: GangRecord) -> set[ReportKind]:
-        """Read new reports, to be handed over; return their kinds."""
+    def _take_reports(self, job: JobRecord, gang: GangRecord) -> tuple[set[ReportKind], bool]:
+        """Read new reports, to be handed over; return their kinds, and whether there are no more of them."""
         key = (job.job_id, gang.generation)
-        news = self._new_reports(job, gang)
+        news, are_all = self._new_reports(job, gang)
         if news:
             self._unsent[key] = self._unsent.get(key, ()) + news
         self._heard.setdefault(key, Heard()).take(news)
-        return {report.kind for report in news}
+        return {report.kind for report in news}, are_all
 
     def handed_over(self) -> None:
         """Note that the reports of all observations so far have reached the caller, who gets them once."""
@@ -240,9 +252,9 @@ class Observer:
         """Return whether a gang has no process left and none will be started."""
         if self.was_seen_to_end(job, gang):
             return True
-        if self._is_unchanged(job, gang, self._machines.changes(Path(gang.incarnation_dir))):
-            return False
         try:
+            if self._is_unchanged(job, gang, self._machines.changes(Path(gang.incarnation_dir))):
+                return False
             return self._end_of(job, gang, self._read_statuses(gang)) is not None
         except (OSError, ValueError, TypeError, AttributeError):
             return not self._is_there(job, gang)
@@ -407,19 +419,24 @@ class Observer:
     def _read_status(self, folder: SupervisorFolder) -> Status | None:
         return self._statuses.get(folder.status_file, folder.read_status)
 
-    def _new_reports(self, job: JobRecord, gang: GangRecord) -> tuple[Report, ...]:
-        """Return all new reports of a gang: in order for each worker, and merged by time across workers."""
-        streams, offsets = [], {}
+    def _new_reports(self, job: JobRecord, gang: GangRecord) -> tuple[tuple[Report, ...], bool]:
+        """Return new reports of a gang: in order for each worker, and merged by time across workers.
+
+        Also returns whether there are no more of them: of a long file, a part is read at a time.
+        """
+        streams, offsets, are_all = [], {}, True
         for member in gang.members:
             key = (job.job_id, gang.generation, member.worker_id)
             path = report_path(Path(gang.incarnation_dir), gang.generation, member.worker_id)
-            found, offsets[key] = read_some_reports(path, self._offsets.get(key, 0))
+            begin = self._offsets.get(key, 0)
+            found, offsets[key] = read_some_reports(path, begin)
+            are_all = are_all and offsets[key] < begin + MOST_BYTES_A_LOOK
             offset_s = self._machines.clock_offset_s(member.node_id)
             # A script can write anything into its own file.
             own = [report for report, _ in found if report.worker_id == member.worker_id]
             streams.append([replace(report, at_s=report.at_s + offset_s) for report in own] if offset_s else own)
         self._offsets |= offsets
-        return tuple(heapq.merge(*streams, key=lambda report: report.at_s))
+        return tuple(heapq.merge(*streams, key=lambda report: report.at_s)), are_all
 
 
 def is_steady(gang: GangObservation) -> bool:

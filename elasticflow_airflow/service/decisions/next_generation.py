@@ -10,6 +10,7 @@ from typing import Any
 
 from elasticflow_airflow.engines.port import GangState
 from elasticflow_airflow.runtime.protocol import RescaleMode
+from elasticflow_airflow.runtime.reporting import STEADY_INTERVAL_S
 from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.service.decisions.pass_context import PassContext, alive
 from elasticflow_airflow.service.decisions.session_settings import threads_begun_with
@@ -87,9 +88,18 @@ def order(
         handled=False,
         window={},
         folded={},
-        notes=GenerationNotes(ordered_at_step=row.step, own=own, threads=threads_begun_with(context.tx, row)),
+        notes=GenerationNotes(
+            ordered_at_step=_step_now(row, context.now), own=own, threads=threads_begun_with(context.tx, row)
+        ),
         log_names=[],
     )
     context.add_generation(generation)
     row.desired_generation = job.generation
     return generation
+
+
+def _step_now(row: IncarnationRow, now: float) -> int:
+    """Return the step that a training has probably reached since its last report."""
+    if row.last_step_at is None or row.steps_per_s is None:
+        return row.step
+    return row.step + round(row.steps_per_s * min(max(0.0, now - row.last_step_at), STEADY_INTERVAL_S))

@@ -40,7 +40,8 @@ class PlainProgress:
     _loss: float | None = None
     _reported_step: int | None = None
     _reported_s: float = 0.0
-    _began_s: float = field(default_factory=time.monotonic)
+    _began_s: float = 0.0
+    """When it reported for the first time."""
     _file_time: int = field(default=0)
 
     def __post_init__(self) -> None:
@@ -81,6 +82,8 @@ class PlainProgress:
             data["window_steps"] = self._step - self._reported_step
             data["window_s"] = now_s - self._reported_s
         self._say(ReportKind.PROGRESS, data)
+        if self._reported_step is None:
+            self._began_s = now_s
         self._reported_step, self._reported_s = self._step, now_s
 
     def _take(self, step: str | float | None, loss: str | float | None) -> None:
