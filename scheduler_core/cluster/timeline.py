@@ -206,26 +206,30 @@ class Bookings:
         """Book many holdings at once, in one sweep over time."""
         book = cls(layout, now)
         events: list[tuple[float, int, int]] = []
+        held = 0
         for start, end, mask in holdings:
             if end > now:
-                events.append((max(start, now), 1, mask))
+                if start <= now:
+                    held |= mask
+                else:
+                    events.append((start, 1, mask))
                 events.append((end, 0, mask))
         if not events:
             return book
         unusable = dict(zip(book.times, book.taken, strict=True))
-        events += [(when_s, 0, 0) for when_s in unusable]
+        events += [(when_s, 0, 0) for when_s in unusable if when_s > now]
         events.sort()  # at equal times ends come before starts
-        times: list[float] = []
-        taken: list[int] = []
-        held, away, last_s = 0, 0, -INFINITY
+        away, last_s = unusable[now], now
+        times, taken = [now], [held | away]
         for when_s, starts, mask in events:
-            held = held | mask if starts else held & ~mask
-            if when_s == last_s:
-                taken[-1] = held | away
-                continue
-            away, last_s = unusable.get(when_s, away), when_s
-            times.append(when_s)
-            taken.append(held | away)
+            if when_s != last_s:
+                if last_s != now:
+                    times.append(last_s)
+                    taken.append(held | away if away else held)
+                away, last_s = unusable.get(when_s, away), when_s
+            held = held | mask if starts else held ^ (held & mask)  # "& ~mask" takes longer
+        times.append(last_s)
+        taken.append(held | away if away else held)
         book.times, book.taken = times, taken
         return book
 
