@@ -4,12 +4,12 @@
 
 As many node agents as machines, all on this one, with 8 slots each; the service with its default configuration, and
 jobs with one worker each, best effort. The agents are those that users start; the workers are modelled: a thread of
-the agent writes what supervisor and trainer would (a sign of life each second, a report as often as a real training by
-default). Once all jobs report, the service's requests that tell an agent something (``/push``) and the passes of its
-loop are timed for ``--seconds``: in the service, wall-clock time. Agents share the cores with the service here, where
-elsewhere each has its own; they run at a lower priority, and dozens of them want more than two cores: the times are
-then those of an overloaded machine. No job may be disturbed meanwhile. Not modelled: checkpoints, workers' output, and
-changes in place.
+the agent writes what supervisor and trainer would (a sign of life each second, a report as often as a real training
+that has gone on for a while). Once all jobs report, and a minute later, the service's requests that tell an agent
+something (``/push``) and the passes of its loop are timed for ``--seconds``: in the service, wall-clock time. Agents
+share the cores with the service here, where elsewhere each has its own; they run at a lower priority, and where they
+want more than is there, the times are those of an overloaded machine. No job may be disturbed meanwhile. Not modelled:
+checkpoints, workers' output, and changes in place.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ def measured(options: argparse.Namespace, base: Path, machines: Path) -> tuple[d
                 return not silent
 
             wait("all jobs have reported", all_report)
-            time.sleep(10.0)
+            time.sleep(node_agent.CALM_AFTER_S + 10.0)
             before = {job_id: client.status(job_id) for job_id in ids}
             began_s, cpu_s = time.time(), service.cpu_s()
             time.sleep(options.seconds)

@@ -15,7 +15,7 @@ from elasticflow_airflow.deadlines.parse import zone_from
 from elasticflow_airflow.exceptions import ServiceAway, ServiceRefused
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.waiting.cancelling import cancel_job, go_on, is_kill
-from elasticflow_airflow.waiting.progress_log import TRIGGER_LINE_EVERY_S, ProgressLog, ProgressMark
+from elasticflow_airflow.waiting.progress_lines import TRIGGER_LINE_EVERY_S, ProgressLog, ProgressMark
 from elasticflow_airflow.waiting.retrying_client import RetryingClient
 from elasticflow_airflow.waiting.scheduler_rounds import held_back
 

@@ -204,7 +204,7 @@ class Decider:
 
     def _unheld(self, now: float) -> int:
         """Return the slots that no job holds: one more plan for each of a crowd is worth it only if there are some."""
-        free = self.state.layout.usable_at(now)
+        free = self.state.layout.availability.at(now)
         for job in self.state.jobs.values():
             free &= ~job.mask
         return free
@@ -212,7 +212,7 @@ class Decider:
     def _slots_to_try_on(self, draft: Draft, live: LiveJob, now: float) -> int:
         """Return how many slots nobody is measured on, or keeps in a draft now, less those that pending trials need."""
         measured = [job for job in self.state.jobs.values() if job.phase is Phase.PROFILING]
-        free = self.state.layout.usable_at(now)
+        free = self.state.layout.availability.at(now)
         for job in measured:
             free &= ~job.mask
         for job_id, course in draft.courses.items():
@@ -684,7 +684,7 @@ class Decider:
         """Report once that a best-effort job waits for a larger cluster, and not for other jobs to make room."""
         layout = self.state.layout
         sizes = () if job.mask else job.work(layout, self.config).sizes
-        if job.mask or (sizes and layout.blocks(layout.usable_at(now), level_of(sizes[0]))):
+        if job.mask or (sizes and layout.blocks(layout.availability.at(now), level_of(sizes[0]))):
             job.said_waiting = ""
         elif job.said_waiting != "block":
             job.said_waiting = "block"

@@ -103,7 +103,7 @@ class SchedulerState:
             for start, end, mask in job.course.holdings:
                 slots = [old.slots[i] for i in range(mask.bit_length()) if mask >> i & 1]
                 moved = layout.mask_of(Placement(tuple(slots)))
-                usable = layout.usable_at(start) & layout.usable_at(end - TOLERANCE_S)
+                usable = layout.availability.at(start) & layout.availability.at(end - TOLERANCE_S)
                 if moved.bit_count() != len(slots) or moved & ~usable:
                     self._break(job)
                     break

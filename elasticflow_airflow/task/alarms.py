@@ -20,7 +20,7 @@ from elasticflow_airflow.deadlines.parse import show_at
 from elasticflow_airflow.task.callables import loaded
 from elasticflow_airflow.task.outcome_messages import result_of
 from elasticflow_airflow.times import duration
-from elasticflow_airflow.waiting.progress_log import Logger, progress_line
+from elasticflow_airflow.waiting.progress_lines import Logger, progress_line
 from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 CONTEXT_KEY = "elasticflow"

@@ -13,7 +13,7 @@ from airflow.sdk.exceptions import AirflowException
 
 from elasticflow_airflow.client import PASSING, EmbeddedStartError, ServiceUnavailable
 from elasticflow_airflow.deadlines.clock import now_s
-from elasticflow_airflow.waiting.progress_log import Logger
+from elasticflow_airflow.waiting.progress_lines import Logger
 
 MAY_PASS = (*PASSING, AirflowException)
 """Errors that an outage may cause. AirflowException: the connection cannot be read at present."""

@@ -15,7 +15,7 @@ from elasticflow_airflow.client import AsyncElasticFlowClient
 from elasticflow_airflow.exceptions import after_waiting
 from elasticflow_airflow.hooks import ElasticFlowHook
 from elasticflow_airflow.waiting.outages import MAY_PASS, Outage
-from elasticflow_airflow.waiting.progress_log import Logger
+from elasticflow_airflow.waiting.progress_lines import Logger
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from airflow.sdk.exceptions import AirflowRuntimeError
 
-from elasticflow_airflow.waiting.progress_log import ProgressMark
+from elasticflow_airflow.waiting.progress_lines import ProgressMark
 
 log = logging.getLogger(__name__)
 

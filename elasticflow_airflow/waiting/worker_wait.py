@@ -13,7 +13,7 @@ from elasticflow_airflow.api import JobStatus
 from elasticflow_airflow.client import PASSING, ElasticFlowClient, ElasticFlowError
 from elasticflow_airflow.settings import AirflowSettings
 from elasticflow_airflow.waiting.outages import Outage
-from elasticflow_airflow.waiting.progress_log import WORKER_LINE_EVERY_S, Logger, ProgressLog
+from elasticflow_airflow.waiting.progress_lines import WORKER_LINE_EVERY_S, Logger, ProgressLog
 from elasticflow_airflow.waiting.task_memory import TaskMemory
 
 _SLICE_S = 0.5

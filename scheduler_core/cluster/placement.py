@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from elasticflow_airflow.scheduler_core.cluster.availability import Availability
 from elasticflow_airflow.scheduler_core.model.values import Node, Placement, Slot
 
 _LEAST_JOINED = 4
@@ -36,9 +37,7 @@ class Layout:
             classes.setdefault((-node.slots, node.gpu_type), []).append(node)
         slots: list[Slot] = []
         starts: list[int] = [0]
-        self.usable = 0
-        self.drains: list[tuple[float, int]] = []
-        self.avoided: list[tuple[float, int]] = []
+        self.availability = Availability()
         self.of_type: dict[str, int] = {}
         """The addresses of each GPU type, usable or not. No block contains two types: a forest."""
         for negative, gpu_type in sorted(classes):
@@ -56,18 +55,14 @@ class Layout:
                     for index in indices:
                         bit = 1 << len(slots)
                         slots.append(Slot(node.node_id, index))
-                        if index not in node.busy:
-                            self.usable |= bit
-                            drained[number] |= bit
-                            if index in node.avoided:
-                                self.avoided.append((node.avoided[index], bit))
+                        drained[number] |= self.availability.add(node, index, bit)
                 if length and length == joined:
                     spans.append((first, len(slots) - first))
                 elif length:
                     spans += [(start, length) for start in range(first, len(slots), length)]
             for node, mask in zip(ordered, drained, strict=True):
                 if node.draining_until_s is not None and mask:
-                    self.drains.append((node.draining_until_s, mask))
+                    self.availability.drain(node.draining_until_s, mask)
             self.of_type[gpu_type] = self.of_type.get(gpu_type, 0) | (1 << len(slots)) - (1 << base)
             for start, length in spans:
                 level = 0
@@ -83,20 +78,7 @@ class Layout:
         self.levels = len(starts)
         self.largest_block = 1 << (self.levels - 1)
         """The most workers that a gang could have here if all slots were free."""
-        self.changes = tuple(sorted({until_s for until_s, _ in (*self.drains, *self.avoided)}))
-        """The times at which slots become usable or cease to be."""
         self.address = {slot: i for i, slot in enumerate(slots)}
-
-    def usable_at(self, when_s: float) -> int:
-        """Return the slots that may be planned on from ``when_s`` on, before any reservation."""
-        usable = self.usable
-        for until_s, mask in self.drains:
-            if until_s <= when_s:
-                usable &= ~mask
-        for until_s, mask in self.avoided:
-            if until_s > when_s:
-                usable &= ~mask
-        return usable
 
     def type_of(self, mask: int) -> str:
         """Return the GPU type of the slots in ``mask``, which are all of one type; empty if there are none."""

@@ -38,11 +38,11 @@ class FreeCapacity:
     def __init__(self, layout: Layout, now: float, top: int | None = None) -> None:
         self.levels = layout.levels if top is None else min(layout.levels, top.bit_length())
         self.times: list[float] = [now]
-        bases = [layout.capacity(layout.usable_at(now))]
-        for until_s in layout.changes:
+        bases = [layout.capacity(layout.availability.at(now))]
+        for until_s in layout.availability.changes:
             if until_s > self.times[-1]:
                 self.times.append(until_s)
-                bases.append(layout.capacity(layout.usable_at(until_s)))
+                bases.append(layout.capacity(layout.availability.at(until_s)))
         count = len(bases)
         self.rows: npt.NDArray[np.int32] = np.zeros((self.levels, count + _ROOM), dtype=np.int32)
         self.rows[:, :count] = np.array(bases, dtype=np.int32).T[: self.levels]
@@ -193,13 +193,13 @@ class Bookings:
         self.now = now
         self.everything = everything
         self.times: list[float] = [now]
-        self.taken: list[int] = [everything & ~layout.usable_at(now)]
+        self.taken: list[int] = [everything & ~layout.availability.at(now)]
         self.vain = Vain()
         """Cache of times without a free block, for repeated searches."""
-        for until_s in layout.changes:
+        for until_s in layout.availability.changes:
             if until_s > self.times[-1]:
                 self.times.append(until_s)
-                self.taken.append(everything & ~layout.usable_at(until_s))
+                self.taken.append(everything & ~layout.availability.at(until_s))
 
     @classmethod
     def of(cls, layout: Layout, now: float, holdings: Iterable[Holding]) -> Bookings:

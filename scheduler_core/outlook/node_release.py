@@ -138,7 +138,7 @@ class Releasing:
             late_s = None if outlook is None or kept else outlook.projected_s or INFINITY
             unpromised = not job.promised and job.phase is not Phase.WAITING
             found[job.job_id] = _Standing(kept, late_s, unpromised and stands(job, self.now), job.least_workers)
-        return found, planner.layout.largest(planner.layout.usable_at(self.now))
+        return found, planner.layout.largest(planner.layout.availability.at(self.now))
 
 
 def _shape(node: Node) -> tuple[int, str, bool]:

@@ -46,7 +46,7 @@ class AdmissionVerdict:
 
 def no_block(job: Job, layout: Layout, now: float) -> Reason:
     """Return the reason of a job that fits no block of the cluster: what it needs, and what exists."""
-    largest = layout.largest(layout.usable_at(now))
+    largest = layout.largest(layout.availability.at(now))
     most = Reason(" and at most {most}", most=job.max_workers) if job.max_workers else ""
     sizes = "" if job.curve is None else str(sorted(job.curve.steps_per_s))
     return Reason(
@@ -397,7 +397,7 @@ class AdmissionControl:
         size, needed = enough
         base = self.base or self.stored
         worst, free = self._scarcest(base, size, limit)
-        slots = self.planner.layout.usable_at(now).bit_count()
+        slots = self.planner.layout.availability.at(now).bit_count()
         others = sum(1 for job in self.planner.jobs if job.promised)
         coming = len(self.planner.expected)
         have = "at most {free:#worker} at a time" if free else "none"

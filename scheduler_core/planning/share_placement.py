@@ -42,7 +42,7 @@ def place(
         if end_before is not None:
             changes.setdefault(end_before, []).append((i, 0))
     roll = _Roll(layout, works, now, avoid)
-    lost = [at_s for at_s in layout.changes if at_s > now]
+    lost = [at_s for at_s in layout.availability.changes if at_s > now]
     for until_s in lost:
         changes.setdefault(until_s, [])
     for when in sorted(changes):
@@ -62,7 +62,7 @@ class _Roll:
         self.since = [now] * len(works)
         self.holdings: list[list[Holding]] = [[] for _ in works]
         self.migrations: dict[str, int] = {}
-        self.usable = layout.usable_at(now)
+        self.usable = layout.availability.at(now)
         self.taken = 0
         self.block = 0
         self.by_size: dict[int, int] = {}
@@ -79,7 +79,7 @@ class _Roll:
         touched = set(wanted)
         todo: list[tuple[int, int]] = []
         if check_all:
-            self.usable = self.layout.usable_at(when)
+            self.usable = self.layout.availability.at(when)
             for i, own in enumerate(held):
                 if own & ~self.usable and i not in wanted:
                     todo.append((own.bit_count(), i))

@@ -20,9 +20,9 @@ from airflow.sdk.exceptions import (
 from airflow.sdk.execution_time.context import ConnectionAccessor
 from support.elastic_tasks import Store, context_of, success
 
-from elasticflow_airflow import task_end_listener
 from elasticflow_airflow.api import Event, State, Verdict
 from elasticflow_airflow.exceptions import JobRejected
+from elasticflow_airflow.task import listener
 from elasticflow_airflow.waiting.leased_jobs import lease_renewer
 
 
@@ -87,10 +87,10 @@ def test_success_is_acknowledged_by_the_listener_only(service, make_status, make
     service.statuses = [success(make_status)]
     task = make_task()
     task.execute(context_of(task))
-    task_end_listener.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace(task=task))
+    listener.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace(task=task))
     assert [body["claim"] for body in service.did("acknowledge")] == [1]
-    task_end_listener.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace(task=None))
-    task_end_listener.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace())
+    listener.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace(task=None))
+    listener.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace())
     assert len(service.did("acknowledge")) == 1
 
 
@@ -100,7 +100,7 @@ def test_a_task_that_failed_for_good_takes_its_job_with_it(service, make_status,
     task = make_task()
     task.execute(context_of(task))
     ti = SimpleNamespace(task=task, state=state)
-    task_end_listener.on_task_instance_failed(previous_state=None, task_instance=ti, error=None)
+    listener.on_task_instance_failed(previous_state=None, task_instance=ti, error=None)
     assert len(service.did("cancel")) == cancels
 
 

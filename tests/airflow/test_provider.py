@@ -66,8 +66,8 @@ assert "torch" not in sys.modules
 
 
 def test_plugin_registers_the_listener():
-    from elasticflow_airflow import task_end_listener
     from elasticflow_airflow.plugin import ElasticFlowPlugin
+    from elasticflow_airflow.task import listener
 
-    assert ElasticFlowPlugin().listeners == [task_end_listener]
-    assert hasattr(task_end_listener.on_task_instance_success, "airflow_impl")
+    assert ElasticFlowPlugin().listeners == [listener]
+    assert hasattr(listener.on_task_instance_success, "airflow_impl")

@@ -645,6 +645,35 @@ def test_a_state_that_changes_is_told_at_once(agent: NodeAgent, tmp_path: Path) 
     assert not agent.is_urgent(pull(agent, answer.version), answer.version)
 
 
+def test_where_workers_only_train_on_it_looks_for_changes_less_often(
+    agent: NodeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [time.monotonic()]
+    monkeypatch.setattr(node_agent.time, "monotonic", lambda: now_s[0])
+    order = (f"{HERE}/membership.json", plan_of(2))
+    of_others = [(f"{HERE}/heartbeats/w1.json", b"{}"), (f"{HERE}/reports/g000001-w1.jsonl", b"")]
+    give_spec(agent, tmp_path)
+
+    def later() -> float:
+        now_s[0] += node_agent.CALM_AFTER_S + 1.0
+        return agent.look_s
+
+    assert agent.look_s == node_agent.LOOK_S
+    assert later() == node_agent.CALM_LOOK_S
+    give(agent, *of_others, renewed=[FOLDER])
+    assert agent.look_s == node_agent.CALM_LOOK_S
+    give(agent, order)
+    assert agent.look_s == node_agent.LOOK_S
+    assert later() == node_agent.CALM_LOOK_S
+    give(agent, leaving_jobs=["job"])
+    assert agent.look_s == node_agent.LOOK_S
+    assert later() == node_agent.CALM_LOOK_S
+    version = pull(agent).version
+    SupervisorFolder(agent.root / FOLDER).write_status(Status())
+    assert agent.is_urgent(pull(agent, version), version)
+    assert agent.look_s == node_agent.LOOK_S
+
+
 def test_signs_of_life_go_on_while_workers_leave(agent: NodeAgent, tmp_path: Path) -> None:
     """The plan has one worker already, and the others may hang before they have left."""
     give_spec(agent, tmp_path)

@@ -44,41 +44,41 @@ def work_of(name: str, mask: int = 0) -> Work:
 
 def test_a_node_of_six_is_four_and_two_and_three_and_three_hold_no_four() -> None:
     six = layout_of(6)
-    assert six.largest(six.usable) == 4
-    assert six.capacity(six.usable) == [6, 6, 4]
+    assert six.largest(six.availability.slots) == 4
+    assert six.capacity(six.availability.slots) == [6, 6, 4]
     threes = layout_of(3, 3)
-    assert threes.largest(threes.usable) == 2
-    assert threes.capacity(threes.usable) == [6, 4]
+    assert threes.largest(threes.availability.slots) == 2
+    assert threes.capacity(threes.availability.slots) == [6, 4]
 
 
 def test_two_nodes_of_six_hold_a_gang_of_eight_and_two_of_two() -> None:
     layout = layout_of(6, 6)
-    assert layout.capacity(layout.usable) == [12, 12, 8, 8]
-    eight = layout.find(layout.usable, 8)
+    assert layout.capacity(layout.availability.slots) == [12, 12, 8, 8]
+    eight = layout.find(layout.availability.slots, 8)
     assert {(slot.node_id, slot.index) for slot in layout.placement_of(eight, Placement(())).slots} == {
         (node, index) for node in ("n0", "n1") for index in range(4)
     }
-    rest = layout.usable & ~eight
+    rest = layout.availability.slots & ~eight
     assert layout.largest(rest) == 2
     assert len({slot.node_id for slot in layout.placement_of(layout.find(rest, 2), Placement(())).slots}) == 1
 
 
 def test_a_node_of_six_that_drains_takes_both_its_parts_along() -> None:
     layout = Layout([Node(node_id="a", slots=6), Node(node_id="b", slots=6, draining_until_s=50.0)])
-    assert layout.capacity(layout.usable_at(0.0)) == [12, 12, 8, 8]
-    assert layout.capacity(layout.usable_at(50.0)) == [6, 6, 4, 0]
+    assert layout.capacity(layout.availability.at(0.0)) == [12, 12, 8, 8]
+    assert layout.capacity(layout.availability.at(50.0)) == [6, 6, 4, 0]
 
 
 def test_whole_equal_nodes_combine_and_three_of_them_make_two_and_one() -> None:
     layout = layout_of(4, 4, 4)
-    assert layout.capacity(layout.usable) == [12, 12, 12, 8]
-    assert layout.largest(layout.usable) == 8
+    assert layout.capacity(layout.availability.slots) == [12, 12, 12, 8]
+    assert layout.largest(layout.availability.slots) == 8
 
 
 def test_a_busy_slot_breaks_the_blocks_around_it() -> None:
     layout = Layout([Node(node_id="a", slots=4), Node(node_id="b", slots=4, busy=frozenset({1}))])
-    assert layout.largest(layout.usable) == 4
-    assert layout.capacity(layout.usable) == [7, 6, 4, 0]
+    assert layout.largest(layout.availability.slots) == 4
+    assert layout.capacity(layout.availability.slots) == [7, 6, 4, 0]
 
 
 def test_the_smallest_block_that_holds_a_gang_is_taken() -> None:

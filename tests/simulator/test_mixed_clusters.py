@@ -35,7 +35,7 @@ def test_blocks_stay_within_a_type() -> None:
     nodes = mixed_cluster([("fast", 2, 4), ("slow", 2, 4)])
     assert [node.node_id for node in nodes] == ["fast-0", "fast-1", "slow-0", "slow-1"]
     layout = Layout(nodes)
-    assert layout.largest(layout.usable) == 8  # two nodes of four, of one type
+    assert layout.largest(layout.availability.slots) == 8  # two nodes of four, of one type
     assert layout.of_type == {"fast": 0x00FF, "slow": 0xFF00}
     assert layout.type_of(layout.mask_of(Placement((Slot("slow-1", 3),)))) == "slow"
 

@@ -51,8 +51,6 @@ from elasticflow_airflow.engines.local.machine.processes import ProcessId
 from elasticflow_airflow.engines.local.machine.slots import default_lock_dir
 
 TOKEN_ENV = "ELASTICFLOW_NODE_TOKEN"  # noqa: S105  (its name)
-LOOK_S = 0.05
-"""Period with which a waiting request looks for changes."""
 LONGEST_WAIT_S = 5.0
 TOGETHER_S = 0.25
 """For so long what nobody waits for is collected before it is told: each answer costs the service time."""
@@ -92,7 +90,7 @@ def create_app(agent: NodeAgent, token: str) -> FastAPI:
             is_told = news and (waited_s >= TOGETHER_S or agent.is_urgent(answer, pull.version))
             if is_told or is_over or await request.is_disconnected():
                 return answer
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(agent.look_s)
 
     @app.post("/recall")
     def recall(recall: Recall) -> RecallAnswer:

@@ -57,6 +57,10 @@ PART_BYTES = 256 * 1024
 """Most of one growing file in one answer."""
 ANSWER_BYTES = 4 << 20
 """Most of all files in one answer, but for one that is larger; the rest comes with the next."""
+LOOK_S, CALM_LOOK_S = 0.05, 0.25
+"""Period with which a waiting request looks for changes, and where workers only train on."""
+CALM_AFTER_S = 60.0
+"""So many seconds after the last order of the service, or the last change that somebody waits for."""
 REST_S = 10.0
 """An incarnation without a running supervisor is looked at for this long after the last change."""
 ENDED_LATELY_S = 3600.0
@@ -137,6 +141,8 @@ class NodeAgent:
         """Incarnations whose files are to be deleted."""
         self._theirs: dict[str, int] = {}
         """By growing file, how much of it the service has."""
+        self._stirred_s = time.monotonic()
+        """When the service last ordered something, or something changed that somebody waits for (monotonic)."""
         self._aside = ThreadPoolExecutor(4, "elasticflow-node")
         """For what takes long: the lock is not held for it."""
         self._checks: dict[str, Future[None]] = {}
@@ -185,6 +191,9 @@ class NodeAgent:
             if push.number <= self._push_number:
                 raise EarlierRequestError("a later request was handled before this one")
             self._push_number = push.number
+            orders = [file for file in push.files if not _is_of_the_course(file.path)]
+            if orders or push.starts or push.leaving_jobs or push.discarded:
+                self._stirred_s = time.monotonic()
             answer = PushAnswer(instance=self._instance)
             for file in push.files:
                 with self._refusing(answer.refused, file.path):
@@ -363,7 +372,15 @@ class NodeAgent:
 
     def is_urgent(self, answer: PullAnswer, version: int) -> bool:
         """Return whether somebody waits for what has changed since a version: not for signs of life and progress."""
-        return self._told_version > version or not all(_can_wait(file) for file in answer.files)
+        found = self._told_version > version or not all(_can_wait(file) for file in answer.files)
+        if found:
+            self._stirred_s = time.monotonic()
+        return found
+
+    @property
+    def look_s(self) -> float:
+        """Seconds until the next look for changes: each costs, for all jobs here, and mostly finds nothing."""
+        return CALM_LOOK_S if time.monotonic() - self._stirred_s > CALM_AFTER_S else LOOK_S
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._epoch:
@@ -630,6 +647,11 @@ def _code_of(spec: Path) -> str | None:
     except (ValueError, AttributeError, RecursionError):
         return None  # A script has damaged it.
     return found if isinstance(found, str) else None
+
+
+def _is_of_the_course(path: str) -> bool:
+    """Return whether a file that comes from other nodes only says that their workers go on, or how."""
+    return is_heartbeat(path) or path.split("/")[3:4] == ["reports"]
 
 
 def _can_wait(file: FilePart) -> bool:

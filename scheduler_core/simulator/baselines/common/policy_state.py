@@ -66,7 +66,7 @@ class PolicyState:
 
     def usable(self, now: float) -> int:
         """Return the slots (mask) that may be held now: not busy and not about to leave."""
-        return self.layout.usable & self.layout.usable_at(now) & self.layout.usable_at(now + LEAVE_S)
+        return self.layout.availability.at(now) & self.layout.availability.at(now + LEAVE_S)
 
     def view(self, job: GangJob, now: float) -> JobView:
         """Return one job as :meth:`wanted` sees it."""

@@ -67,7 +67,7 @@ class PricedPolicy(BookingPolicy):
             return "its length or its speed is not known, so that nothing can be booked for it"
         spec = job.job.job
         self.prices.see(spec.value, *slot_seconds(work, sizes))
-        slots = self.layout.usable.bit_count()
+        slots = self.layout.availability.slots.bit_count()
         end = self.horizon_s(work, book)
         over = stretches(book, slots, self.prices, book.now, end)
         bill = Bill(over)
