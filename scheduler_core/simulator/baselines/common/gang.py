@@ -308,9 +308,8 @@ class GangPolicy(PolicyState, ABC):
         seats, reasons = self.seats(wanted, free)
         self._order(seats, kept, reasons, now, out, why)
         self._warn(now, out)
-        times = [t - LEAVE_S for t, _ in self.layout.availability.drains] + [
-            t for t, _ in self.layout.availability.avoided
-        ]
+        availability = self.layout.availability
+        times = [t - LEAVE_S for t, _ in availability.drains] + [t for t, _ in availability.avoided]
         if wanted.look_again_s is not None:
             times.append(wanted.look_again_s)
         later = [t for t in times if t > now + TOLERANCE_S]
