@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -477,21 +478,27 @@ def test_what_has_come_of_a_job_is_noted(tmp_path: Path, monkeypatch: pytest.Mon
     assert change(supervisors={"jobs/another/i000001/supervisors/g000001-node0": "alive"}) == (True, False)
 
 
-def test_the_rest_of_a_long_file_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    link, job, sent = open_link(tmp_path), "jobs/job/i000001", b""
+@pytest.mark.parametrize("refused", [False, True])
+async def test_the_rest_of_a_long_file_follows_unless_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    link, job, sent = open_link(tmp_path), "jobs/job/i000001", list[bytes]()
     monkeypatch.setattr(NodeLink, "node_ids", ("node0",))
     monkeypatch.setattr(node_link, "PART_BYTES", 10)
     report = tmp_path / job / "reports/g000001-g000001-r001.jsonl"
     report.parent.mkdir(parents=True)
     report.write_bytes(bytes(range(25)))
+
+    async def answer(_link: NodeLink, _path: str, body: str) -> bytes:
+        (part,) = Push.model_validate_json(body).files
+        sent.append(part.data)
+        return PushAnswer(instance="", refused={part.path: "full"} if refused else {}).model_dump_json().encode()
+
+    monkeypatch.setattr(NodeLink, "_post", answer)
     link.mark(job)
     while link._wanted.incarnations:
-        wanted, link._wanted = link._wanted, type(link._wanted)()
-        stamps: dict[str, tuple[int, int, int]] = {}
-        parts, _ = link._parts(wanted, stamps)
-        link._sent |= stamps
-        sent += b"".join(part.data for part in parts)
-    assert sent == bytes(range(25))
+        await link._push()
+    assert b"".join(sent) == bytes(range(10 if refused else 25))
 
 
 def test_no_supervisor_counts_as_dead_while_an_answer_is_taken_that_tells_of_its_start_or_end(
@@ -672,6 +679,25 @@ def test_where_workers_only_train_on_it_looks_for_changes_less_often(
     SupervisorFolder(agent.root / FOLDER).write_status(Status())
     assert agent.is_urgent(pull(agent, version), version)
     assert agent.look_s == node_agent.LOOK_S
+
+
+@pytest.mark.parametrize("kind", ["finished", "checkpoint"])
+def test_a_change_that_somebody_waits_for_ends_the_calm_however_late_in_a_request_it_comes(
+    agent: NodeAgent, client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """But not that a checkpoint was written, as some job does all the time."""
+    give_spec(agent, tmp_path)
+    reports = agent.root / HERE / "reports"
+    reports.mkdir(parents=True)
+    version, before_s = pull(agent).version, agent._stirred_s
+    monkeypatch.setattr(node_agent, "CALM_AFTER_S", -1.0)
+    report = reports / f"g000001-{WORKER}.jsonl"
+    timer = threading.Timer(0.3, report.write_bytes, [report_line(kind)])
+    timer.start()
+    answer = client.post("/pull", json={"epoch": 1, "version": version, "wait_s": 1.0}).json()
+    timer.join()
+    assert [file["path"] for file in answer["files"]] == [f"{HERE}/reports/{report.name}"]
+    assert (agent._stirred_s > before_s) == (kind == "finished")
 
 
 def test_signs_of_life_go_on_while_workers_leave(agent: NodeAgent, tmp_path: Path) -> None:

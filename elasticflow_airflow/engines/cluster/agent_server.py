@@ -44,7 +44,7 @@ from elasticflow_airflow.engines.cluster.messages import (
     RecallAnswer,
     StacksRequest,
 )
-from elasticflow_airflow.engines.cluster.node_agent import EarlierRequestError, NodeAgent
+from elasticflow_airflow.engines.cluster.node_agent import LOOK_S, EarlierRequestError, NodeAgent
 from elasticflow_airflow.engines.cluster.stuck_supervisors import LeaseWatchdog
 from elasticflow_airflow.engines.local.machine.layout import NodeLayout, detect_nodes
 from elasticflow_airflow.engines.local.machine.processes import ProcessId
@@ -87,10 +87,13 @@ def create_app(agent: NodeAgent, token: str) -> FastAPI:
             waited_s = time.monotonic() - begun_s
             is_over = waited_s >= min(pull.wait_s, LONGEST_WAIT_S)
             news = answer.files or answer.version != pull.version
-            is_told = news and (waited_s >= TOGETHER_S or agent.is_urgent(answer, pull.version))
-            if is_told or is_over or await request.is_disconnected():
+            is_urgent = bool(news) and agent.is_urgent(answer, pull.version)
+            if is_urgent or (news and waited_s >= TOGETHER_S) or is_over or await request.is_disconnected():
                 return answer
-            await asyncio.sleep(agent.look_s)
+            slept_s = 0.0
+            while slept_s < agent.look_s:  # which an order makes shorter
+                await asyncio.sleep(LOOK_S)
+                slept_s += LOOK_S
 
     @app.post("/recall")
     def recall(recall: Recall) -> RecallAnswer:

@@ -70,6 +70,7 @@ CODE_REST_S = 24 * 3600.0
 _UNREADABLE = b'{"unreadable": "a script has made something else of this file"}'
 _TRASH = ".trash-"
 _OF_PROGRESS = [f'"kind":"{kind}"'.encode() for kind in (ReportKind.PROGRESS, ReportKind.WORKER)]
+_OF_TRAINING = [*_OF_PROGRESS, f'"kind":"{ReportKind.CHECKPOINT}"'.encode()]
 
 logger = logging.getLogger("elasticflow.node")
 
@@ -372,10 +373,10 @@ class NodeAgent:
 
     def is_urgent(self, answer: PullAnswer, version: int) -> bool:
         """Return whether somebody waits for what has changed since a version: not for signs of life and progress."""
-        found = self._told_version > version or not all(_can_wait(file) for file in answer.files)
-        if found:
+        is_told = self._told_version > version
+        if is_told or not all(_can_wait(file, _OF_TRAINING) for file in answer.files):
             self._stirred_s = time.monotonic()
-        return found
+        return is_told or not all(_can_wait(file, _OF_PROGRESS) for file in answer.files)
 
     @property
     def look_s(self) -> float:
@@ -654,13 +655,16 @@ def _is_of_the_course(path: str) -> bool:
     return is_heartbeat(path) or path.split("/")[3:4] == ["reports"]
 
 
-def _can_wait(file: FilePart) -> bool:
-    """Return whether a file only says that workers go on, and there is not more of it than fits into an answer."""
+def _can_wait(file: FilePart, kinds: Sequence[bytes]) -> bool:
+    """Return whether a file only says that workers go on, and there is not more of it than fits into an answer.
+
+    ``kinds``: of reports that say no more, as they stand in the file.
+    """
     if len(file.data) >= PART_BYTES:
         return False
     folder = file.path.split("/")[3]
     if folder == "reports":
-        return sum(file.data.count(kind) for kind in _OF_PROGRESS) == file.data.count(b"\n")
+        return sum(file.data.count(kind) for kind in kinds) == file.data.count(b"\n")
     return folder == "logs" or is_heartbeat(file.path)
 
 

@@ -571,6 +571,9 @@ class NodeLink:
             self._loop.call_later(REFUSED_S, self._send_again)
         self._refused |= refused
         self._sent |= stamps
+        for file in files:
+            if file.offset is not None and len(file.data) >= PART_BYTES and file.path not in answer.refused:
+                self.mark(job_folder.incarnation_of(file.path))  # There may be more of it.
         self._forget(set(discards))
         self._took_starts(starts, answer)
 
@@ -636,8 +639,6 @@ class NodeLink:
                 if part is not None:
                     room -= len(part.data)
                     found.append(part)
-                    if part.offset is not None and len(part.data) >= PART_BYTES:
-                        self.mark(incarnation)  # There may be more of it.
         for incarnation in postponed:
             self.mark(incarnation)  # with the next push
         return found, postponed

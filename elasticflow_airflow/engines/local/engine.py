@@ -195,7 +195,8 @@ class TorchrunEngine:
             for gang in job.gangs.values():
                 if gang.dropped:
                     self._end_warm_up(gang, "another generation has replaced it")
-                    self._called_off.add((job.job_id, gang.generation))
+                    if all(gang.folder(node_id).has_order() for node_id in gang.nodes):
+                        self._called_off.add((job.job_id, gang.generation))
                 elif not gang.started and not gang.in_place:
                     self._tell_earlier(job, gang)
         return [replace(gang, trouble=gang.trouble or troubles[0]) for gang in gangs] if troubles else gangs
