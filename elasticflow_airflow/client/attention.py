@@ -34,7 +34,8 @@ def needing_attention(
     in any order. A rejected or failed job is left out if a later run of its task is live or has succeeded, or if it was
     submitted more than a day before ``now`` (UTC seconds).
     """
-    live = list(live)
+    known = list(live)
+    live, ended = [job for job in known if not _is_rejected(job)], [*ended, *filter(_is_rejected, known)]
     found = {one.job.job_id: one for one in map(_of_live, live) if one is not None}
     for lost in unowned:
         since = duration(max(0.0, now - lost.since_at))
@@ -46,7 +47,7 @@ def needing_attention(
         superseded = newest_good.get(_task(job), 0.0) > job.submitted_at
         if superseded or now - job.submitted_at > RECENT_S:
             continue
-        if job.state is State.REJECTED:
+        if _is_rejected(job):
             found[job.job_id] = Attention(trouble="rejected", job=job, sentence="was rejected")
         elif job.state is State.FAILED:
             found[job.job_id] = Attention(trouble="failed", job=job, sentence="failed")
@@ -60,6 +61,11 @@ def doubt_of(job: JobStatus) -> Literal["late", "at_risk"] | None:
     if job.slack_s is not None and job.slack_s < 0:
         return "late"
     return "at_risk" if job.at_risk else None
+
+
+def _is_rejected(job: JobStatus) -> bool:
+    """Return whether a job was rejected; after its verdict, it is live for a moment until its end is written down."""
+    return job.state is State.REJECTED or (job.verdict.decision == "rejected" and not job.state.terminal)
 
 
 def _of_live(job: JobStatus) -> Attention | None:

@@ -40,6 +40,12 @@ def found(
     return [(one.trouble, one.job.identity.task_id) for one in needing_attention(live, unowned, ended, NOW)]
 
 
+def test_a_job_that_was_just_rejected_needs_attention_before_it_has_ended() -> None:
+    ending = job("train", State.SUBMITTED, verdict=Verdict(decision="rejected", reason="too late"))
+    assert found([ending]) == [("rejected", "train")]
+    assert found([ending, job("train", run_id="later", ago_s=60.0)]) == []
+
+
 @pytest.mark.parametrize(
     ("given", "trouble"),
     [
