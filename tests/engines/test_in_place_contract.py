@@ -141,7 +141,7 @@ def test_a_move_is_judged_by_who_has_moved(
 ) -> None:
     """The machine that a job moves to is cut off at that moment: the one it leaves has not failed for that."""
     hidden, read = {2}, Observer._new_reports
-    monkeypatch.setattr(Observer, "_new_reports", lambda *a: () if a[2].generation in hidden else read(*a))
+    monkeypatch.setattr(Observer, "_new_reports", lambda *a: ((), True) if a[2].generation in hidden else read(*a))
     bench.engine.apply(plan(1, "A"))
     bench.wait_state(1, GangState.RUNNING)
     bench.engine.apply(plan(2, "C"))
