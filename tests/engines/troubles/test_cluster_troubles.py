@@ -77,6 +77,11 @@ def test_who_survives_the_power_cut_of_a_node_trains_on(machines_bench: ClusterB
     bench.engine.apply(job(bench, 1, A, C))
     bench.wait_state(1, GangState.RUNNING)
     trains_on(bench, 1)
+
+    def log_of_the_other() -> bytes:
+        return bench.engine.read_log("job", 1, "g000001-r001", 0, 100_000).data
+
+    bench.wait(lambda _: b"STEP" in log_of_the_other(), "some of its output has come")
     before = steps(bench, 1)
     bench.machines.cut_power(1)
     gangs = bench.wait(lambda gangs: gangs[1].workers[1].exit_code == -signal.SIGKILL, "it is given up")
@@ -90,7 +95,7 @@ def test_who_survives_the_power_cut_of_a_node_trains_on(machines_bench: ClusterB
     assert steps(bench, 3) > before
     begun = min(r.step for r in bench.reports["job", 3] if r.kind is ReportKind.STARTED)
     assert begun >= before, "no step is lost"
-    assert b"STEP" in bench.engine.read_log("job", 1, "g000001-r001", 0, 100_000).data, "what was copied is readable"
+    assert b"STEP" in log_of_the_other(), "what was copied is readable"
 
     bench.machines.heal(1)
     bench.start_agent("local1")  # The machine is there again, and knows nothing of what ran on it.
