@@ -116,8 +116,8 @@ class ClusterNodes:
         self._begun_s = self._ticked_s = time.monotonic()
         """The former: when it was first said where agents are."""
         self._strangers_checked = False
-        self._given_up: dict[Path, bool] = {}
-        """By folder of a supervisor, whether the marker is in it."""
+        self._given_up: dict[Path, dict[str, bool]] = {}
+        """By folder of an incarnation, and name of a supervisor's folder, whether the marker is in that."""
         self._renewed: dict[str, int] = {}
         """By incarnation: ``Arrivals.everything`` as it was when its leases were renewed last."""
         self._suspected: set[NodeLink] = set()
@@ -321,8 +321,7 @@ class ClusterNodes:
             link.discard(incarnation)
         self._arrivals.forget(incarnation)
         self._renewed.pop(incarnation, None)
-        for path in [path for path in list(self._given_up) if incarnation_dir in path.parents]:
-            del self._given_up[path]
+        self._given_up.pop(incarnation_dir, None)
 
     def _check_names(self, link: NodeLink, introduction: Introduction) -> None:
         """Raise ValueError when another agent has a node of the same name, or workers could not meet."""
@@ -372,10 +371,11 @@ class ClusterNodes:
 
     def was_given_up(self, folder: SupervisorFolder) -> bool:
         """Return whether its node was silent, and its workers were given up."""
-        known = self._given_up.get(folder.path)
-        if known is None:
-            known = self._given_up[folder.path] = (folder.path / _ABANDONED).exists()
-        return known
+        known = self._given_up.setdefault(folder.path.parents[1], {})
+        name = folder.path.name
+        if name not in known:
+            known[name] = (folder.path / _ABANDONED).exists()
+        return known[name]
 
     def is_alive(self, folder: SupervisorFolder, status: Status) -> bool:  # noqa: ARG002  (its node knows)
         """Return whether a supervisor is running and was not given up."""
@@ -453,7 +453,7 @@ class ClusterNodes:
                     with contextlib.suppress(OSError, ValueError):  # A script has damaged it: its lease ends it.
                         folder.write_order(StopOrder(0.0, reason, kill=True))
                     (folder.path / _ABANDONED).touch()
-                    self._given_up[folder.path] = True
+                    self._given_up.setdefault(folder.path.parents[1], {})[folder.path.name] = True
                     self._arrivals.note(incarnation)
 
     def _remind(self, link: NodeLink) -> None:
