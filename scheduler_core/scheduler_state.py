@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 
 from elasticflow_airflow.scheduler_core.cluster.nodes import neighbours
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
-from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
 from elasticflow_airflow.scheduler_core.jobs.at_risk import who_is_at_risk
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, ProfilingRun, overdue
 from elasticflow_airflow.scheduler_core.jobs.profiling import is_measured_at, wait_limit, window_s
@@ -29,7 +28,7 @@ from elasticflow_airflow.scheduler_core.model.work import INFINITY, TOLERANCE_S,
 from elasticflow_airflow.scheduler_core.planning.exploring import unmeasured
 from elasticflow_airflow.scheduler_core.planning.minimum_share import Filling
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft, mask_at
-from elasticflow_airflow.scheduler_core.planning.planner import Planner
+from elasticflow_airflow.scheduler_core.planning.planner import Planner, stored
 
 _SLACK_S = 1e-3
 """If an end moves by less than this, the bookings stay as they are."""
@@ -48,6 +47,8 @@ class SchedulerState:
         self.layout = Layout(self.nodes.values())
         self._filling = Filling(self.layout, -INFINITY)
         """What the proofs of one moment have in common."""
+        self._adopted: Draft | None = None
+        """The draft of the stored courses, up to what has changed since; it is never changed itself."""
         self.hopeful_s = -INFINITY
         """When a fresh plan is next tried for jobs at risk, after one did not help, and for any of very many jobs."""
         self.starves = False
@@ -64,6 +65,7 @@ class SchedulerState:
     def constants(self) -> dict[int, object]:
         """Return the values that are replaced and never mutated, by identity: a copy of the state may share them."""
         found: list[object] = [self.config, self.layout, *self.nodes.values(), *self.calendar.runs.values()]
+        found.append(self._adopted)
         for job in self.jobs.values():
             found += job.constants()
         return {id(value): value for value in found}
@@ -77,6 +79,7 @@ class SchedulerState:
         if self._filling.now != now or self._filling.layout is not self.layout:
             self._filling = Filling(self.layout, now)
         planner = Planner(self.config, self._filling, jobs)
+        planner.adopted = self._adopted
         if self.reservations:
             names = {stand_in_id(run_id) for run_id in self.calendar.runs}
             planner.reservations = {
@@ -177,12 +180,8 @@ class SchedulerState:
             else:
                 job.course = Course(holdings, course.finish_s, course.promised_s)
         else:
-            others = Bookings.of(
-                self.layout,
-                now,
-                (h for o in self.jobs.values() if o is not job and o.course is not None for h in o.course.holdings),
-            )
-            if others.free_until(last.mask, max(last.end_s, now)) >= need:
+            self._adopted = stored(self._adopted, self.layout, now, self.jobs.values())
+            if self._adopted.book.free_until(last.mask, max(last.end_s, now), holdings) >= need:
                 job.course = course
             elif need - last.end_s <= self.config.deviation_s and before is not None:
                 job.course = Course(holdings, course.finish_s, course.promised_s)
@@ -234,6 +233,7 @@ class SchedulerState:
         self._cut.clear()
 
     def _store(self, draft: Draft) -> None:
+        self._adopted = draft
         names = [stand_in_id(run_id) for run_id in self.calendar.runs]
         self.reservations = {name: draft.courses[name] for name in names if name in draft.courses}
         for job in self.jobs.values():

@@ -186,7 +186,10 @@ class FreeCapacity:
 
 
 class Bookings:
-    """Which slots are taken at which time, from ``now`` on. Unusable slots count as taken."""
+    """Which slots are taken at which time, from ``now`` on. Unusable slots count as taken.
+
+    A segment begins and ends with each holding, also where the same slots are taken before and after.
+    """
 
     def __init__(self, layout: Layout, now: float) -> None:
         everything = (1 << len(layout.slots)) - 1
@@ -240,9 +243,14 @@ class Bookings:
 
     def copy(self) -> Bookings:
         """Return an independent copy, for trials."""
+        return self.since(self.now)
+
+    def since(self, now: float) -> Bookings:
+        """Return an independent copy that begins at a later time."""
         twin = object.__new__(Bookings)
-        twin.now, twin.everything = self.now, self.everything
-        twin.times, twin.taken = self.times.copy(), self.taken.copy()
+        twin.now, twin.everything = now, self.everything
+        first = bisect_right(self.times, now)
+        twin.times, twin.taken = [now, *self.times[first:]], self.taken[max(0, first - 1) :]
         twin.vain = Vain()
         return twin
 

@@ -6,10 +6,11 @@ every start-up, pause, migration and tail paid. Stored courses stay valid as lon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.jobs.live_job import LiveJob, overdue
 from elasticflow_airflow.scheduler_core.jobs.profiling import is_measured_at, known_speeds, sizes_to_measure, window_s
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
@@ -29,6 +30,12 @@ _ANEW = 64
 grow later."""
 
 
+def stored(adopted: Draft | None, layout: Layout, now: float, jobs: Iterable[LiveJob]) -> Draft:
+    """Return the stored courses of jobs as a draft. ``adopted``: one that has most of them, if there is any."""
+    courses = {job.job_id: job.course for job in jobs if job.course is not None}
+    return Draft(layout, now, courses) if adopted is None else adopted.later(layout, now, courses)
+
+
 class Planner:
     """Plans over one layout of the cluster at one moment. Reads jobs, and nobody may change them while it is used."""
 
@@ -42,6 +49,8 @@ class Planner:
         """Stand-ins for expected runs, which a newcomer must fit beside."""
         self.reservations: Mapping[str, Course] = {}
         """Where the stored plan keeps slots free for expected runs."""
+        self.adopted: Draft | None = None
+        """The draft that was adopted last: most stored courses are still those of it."""
 
     @property
     def are_many(self) -> bool:
@@ -159,7 +168,7 @@ class Planner:
 
     def stored(self) -> Draft:
         """Return the stored courses as a draft."""
-        return Draft(self.layout, self.now, {job.job_id: job.course for job in self.jobs if job.course is not None})
+        return stored(self.adopted, self.layout, self.now, self.jobs)
 
     def fresh(self, newcomer: Work | None = None, *, rescue: int = 0, guarded: bool = False) -> Draft | None:
         """Plan all promises anew, and the newcomer; None if no order that was tried proves them all.
