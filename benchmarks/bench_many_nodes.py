@@ -61,7 +61,7 @@ from support.served import Served
 
 SLOTS = 8
 MEMORY = Path("/dev/shm")
-TICK_S = 0.02
+TICK_S = 0.05
 LOOK_S, BEAT_S = 0.1, 1.0
 STEPS_PER_S = 2
 CLIENTS = 16
@@ -85,6 +85,7 @@ class ModelledSupervisor:
         for worker in spec.workers:
             self._status.workers[worker.worker_id] = WorkerStatus(rank=worker.rank, agent=own, trainer=own)
         self._locks: list[int] = []
+        self._order = folder.path / "order.json"
         self._due = dict[str, float]()
         """When each of its tasks is due next; none of them before the generation may start."""
         self._reported = 0
@@ -100,7 +101,7 @@ class ModelledSupervisor:
             if self._folder.go.exists():
                 self._begin(now_s)
             return True
-        if self._is_due("look", LOOK_S, now_s) and self._folder.read_order() is not None:
+        if self._is_due("look", LOOK_S, now_s) and self._order.exists():
             self._end()
             return False
         if self._is_due("beat", BEAT_S, now_s):

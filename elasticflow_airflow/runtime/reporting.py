@@ -15,7 +15,7 @@ from typing import Any
 from elasticflow_airflow.runtime.protocol import Report, ReportKind, append_report, report_path
 
 PROGRESS_INTERVAL_S = 0.5
-STEADY_INTERVAL_S = 2.0
+STEADY_INTERVAL_S = 5.0
 """Seconds between two progress reports of a training that has gone on for a while in one size."""
 _PART_OF_AGE = 1 / 60
 ALONE_INTERVAL_S = 5.0

@@ -449,7 +449,7 @@ def test_times_are_converted() -> None:
 
 def open_link(root: Path) -> NodeLink:
     probe = StorageProbe(open_shared_storage(root / "shared"))
-    return NodeLink("x", "http://x", TOKEN, root, OwnEpoch(), probe, lambda *_: None, lambda *_: None, Arrivals())
+    return NodeLink("x", "http://x", TOKEN, root, OwnEpoch(), probe, lambda *_: None, lambda *_: None, Arrivals(), 5.0)
 
 
 def test_what_has_come_of_a_job_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ from elasticflow_airflow.engines.local.machine.slots import default_lock_dir
 TOKEN_ENV = "ELASTICFLOW_NODE_TOKEN"  # noqa: S105  (its name)
 LONGEST_WAIT_S = 5.0
 TOGETHER_S = 0.25
-"""For so long what nobody waits for is collected before it is told: each answer costs the service time."""
+"""For so long what nobody waits for is collected before it is told, or in calm times as long as the service waits:
+each answer costs the service time."""
 LARGEST_BODY_BYTES = 256 << 20
 _OWNER_LOOK_S = 0.2
 _SIOCGIFADDR = 0x8915
@@ -88,7 +89,8 @@ def create_app(agent: NodeAgent, token: str) -> FastAPI:
             is_over = waited_s >= min(pull.wait_s, LONGEST_WAIT_S)
             news = answer.files or answer.version != pull.version
             is_urgent = bool(news) and agent.is_urgent(answer, pull.version)
-            if is_urgent or (news and waited_s >= TOGETHER_S) or is_over or await request.is_disconnected():
+            is_enough = news and waited_s >= TOGETHER_S and not agent.is_calm
+            if is_urgent or is_enough or is_over or await request.is_disconnected():
                 return answer
             slept_s = 0.0
             while slept_s < agent.look_s:  # which an order makes shorter

@@ -152,6 +152,7 @@ class ClusterNodes:
                     self._send_across,
                     self._check_names,
                     self._arrivals,
+                    self._suspicion_s,
                     None if self._leadership is None else self._leadership.code_root,
                     None if self._leadership is None else self._make_incarnation,
                 )

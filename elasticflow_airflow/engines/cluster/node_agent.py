@@ -57,10 +57,10 @@ PART_BYTES = 256 * 1024
 """Most of one growing file in one answer."""
 ANSWER_BYTES = 4 << 20
 """Most of all files in one answer, but for one that is larger; the rest comes with the next."""
-LOOK_S, CALM_LOOK_S = 0.05, 0.25
-"""Period with which a waiting request looks for changes, and where workers only train on."""
+LOOK_S, CALM_LOOK_S = 0.05, 0.5
+"""Period with which a waiting request looks for changes, and where workers only train on (it is calm)."""
 CALM_AFTER_S = 60.0
-"""So many seconds after the last order of the service, or the last change that somebody waits for."""
+"""It is calm so many seconds after the last order of the service, or the last change that somebody waits for."""
 REST_S = 10.0
 """An incarnation without a running supervisor is looked at for this long after the last change."""
 ENDED_LATELY_S = 3600.0
@@ -379,9 +379,14 @@ class NodeAgent:
         return is_told or not all(_can_wait(file, _OF_PROGRESS) for file in answer.files)
 
     @property
+    def is_calm(self) -> bool:
+        """Whether workers only train on, and have done so for a while."""
+        return time.monotonic() - self._stirred_s > CALM_AFTER_S
+
+    @property
     def look_s(self) -> float:
         """Seconds until the next look for changes: each costs, for all jobs here, and mostly finds nothing."""
-        return CALM_LOOK_S if time.monotonic() - self._stirred_s > CALM_AFTER_S else LOOK_S
+        return CALM_LOOK_S if self.is_calm else LOOK_S
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._epoch:

@@ -49,8 +49,10 @@ from elasticflow_airflow.engines.local.files import worker_logs
 from elasticflow_airflow.engines.local.files.last_read import stamp_of
 from elasticflow_airflow.engines.port import Fencing, SupersededError
 
-PULL_WAIT_S = 0.5
-"""How long an agent may wait for news: a node that lives answers at least this often."""
+PULL_WAIT_S = 1.0
+"""How long an agent may wait for news at most: a node that lives answers at least this often."""
+_ANSWERS_UNTIL_SUSPECTED = 5
+"""So many times at least a node is to answer within the time after which its silence is suspicious."""
 ANSWER_LIMIT_S = 3.0
 RETRY_S = 0.3
 REFUSED_S = 1.0
@@ -109,6 +111,8 @@ class _NotRecalledError(Exception):
 class NodeLink:
     """One node agent. ``on_across`` is called for a file that arrived and that other nodes need, too.
 
+    ``suspicion_s``: after how long without an answer the node is given up.
+
     ``key``: stays the same when the agent comes again at another address. ``on_introduced`` may refuse an agent by
     ValueError.
 
@@ -129,12 +133,14 @@ class NodeLink:
         on_across: Callable[[NodeLink, str], None],
         on_introduced: Callable[[NodeLink, Introduction], None],
         arrivals: Arrivals,
+        suspicion_s: float,
         code_root: Path | None = None,
         prepare: Callable[[str], None] | None = None,
     ) -> None:
         self.key, self.url, self._root, self._fencing, self._probe = key, url, root, fencing, probe
         self._on_across, self._on_introduced, self._arrivals = on_across, on_introduced, arrivals
         self._code_root, self._prepare = root if code_root is None else code_root, prepare
+        self._wait_s = min(PULL_WAIT_S, suspicion_s / _ANSWERS_UNTIL_SUSPECTED)
         self._known_version = 0
         """What had changed up to then at the node is known when it has been introduced."""
         self.was_recalled = prepare is None
@@ -316,7 +322,7 @@ class NodeLink:
                     await self._introduce()
                     version, sizes = self._known_version, await asyncio.to_thread(self._sizes_here)
                 asked_s, begun_s = time.time(), time.monotonic()
-                wait_s = PULL_WAIT_S if self.is_current else 0.0
+                wait_s = self._wait_s if self.is_current else 0.0
                 request = Pull(epoch=self._fencing.epoch(), version=version, sizes=sizes, wait_s=wait_s)
                 answer = PullAnswer.model_validate_json(await self._post("/pull", request.model_dump_json()))
                 if answer.instance != self._instance:
