@@ -8,7 +8,6 @@ from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
 from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Course
 
-
 _FEW = 8
 """With up to so many other courses, the bookings of a draft are adapted; with more, to book all anew is as fast."""
 _ROOM = 64
