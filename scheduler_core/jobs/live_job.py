@@ -85,6 +85,8 @@ class LiveJob:
     _work: Work | None = None
     _limited: tuple[Work, Work] | None = None
     """Its work, and that as last limited by :meth:`limited`."""
+    _reserved: tuple[tuple[object, ...], tuple[Reservation, ...]] | None = None
+    """Its reservations as :meth:`state` returned them last, and what they were computed of."""
     _planned: tuple[tuple[object, ...], dict[int, float]] | None = None
     """The speeds that :meth:`planned` returned last, and what they were computed of."""
 
@@ -129,6 +131,7 @@ class LiveJob:
             self.reservation,
             self._work,
             self._limited,
+            self._reserved,
             self._planned,
         )
 
@@ -338,7 +341,6 @@ class LiveJob:
 
     def state(self, layout: Layout) -> JobState:
         """Return all of it as a value, for a store."""
-        holdings = self.course.holdings if self.course is not None else ()
         return JobState(
             job=self.job,
             phase=self.phase,
@@ -363,10 +365,16 @@ class LiveJob:
             expected_steps=self.expected,
             foreseen=self.foreseen,
             trial=self.trial,
-            reserved=tuple(
-                Reservation(h.start_s, h.end_s, layout.placement_of(h.mask, self.placement)) for h in holdings
-            ),
+            reserved=self._reservations(layout),
         )
+
+    def _reservations(self, layout: Layout) -> tuple[Reservation, ...]:
+        holdings = self.course.holdings if self.course is not None else ()
+        of = holdings, layout, self.placement
+        if self._reserved is None or any(known is not one for known, one in zip(self._reserved[0], of, strict=True)):
+            found = (Reservation(h.start_s, h.end_s, layout.placement_of(h.mask, self.placement)) for h in holdings)
+            self._reserved = of, tuple(found)
+        return self._reserved[1]
 
 
 def overdue(job: LiveJob, now: float) -> bool:

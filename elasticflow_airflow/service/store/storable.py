@@ -15,6 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from elasticflow_airflow.service.store.documents.columns import Document, ReasonText
+from elasticflow_airflow.service.store.documents.scheduler_values import StoredState
 from elasticflow_airflow.service.store.tables import Base
 
 _LONGEST_JSON = 8 * 2**20
@@ -36,7 +37,9 @@ def check_storable(kind: type[Base], values: Mapping[str, Any]) -> None:
 
 
 def _check(column: sa.types.TypeEngine[Any], value: Any) -> None:
-    if isinstance(column, Document):
+    if isinstance(value, StoredState):
+        _check_json_text(value.text)
+    elif isinstance(column, Document):
         _check_json(column.to_json(value))
     elif isinstance(column, ReasonText):
         _check_text(str(value))
@@ -66,15 +69,20 @@ def _check_text(value: str) -> None:
 def _check_json(value: Any) -> None:
     try:
         text = _ENCODER.encode(value)
-        text.encode()
     except RecursionError as error:
         raise ValueError("would get a value that is nested too deeply") from error
     except TypeError as error:
         raise ValueError(f"would get a value that is no JSON ({error})") from error
-    except UnicodeEncodeError as error:
-        raise ValueError("would get a text with half a surrogate pair") from error
     except ValueError as error:
         raise ValueError("would get a number that is not finite") from error
+    _check_json_text(text)
+
+
+def _check_json_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("would get a text with half a surrogate pair") from error
     if len(text) > _LONGEST_JSON:
         raise ValueError(f"holds at most {_LONGEST_JSON} characters, and would get {len(text)}")
     if "\\u0000" in text and _NUL_IN_JSON.search(text):

@@ -277,8 +277,7 @@ class UnitOfWork(Reader):
         for event in self._events:
             self._check(event.columns["job_id"], EventRow, event.columns)
         for row in (*self.session.new, *self.session.dirty):
-            state = sa.inspect(row)
-            values = {name: getattr(row, name) for name in set(state.mapper.column_attrs.keys()) - state.unmodified}
+            values = {name: getattr(row, name) for name in sa.inspect(row).committed_state}
             self._check(getattr(row, "job_id", None), type(row), values)
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from elasticflow_airflow.api import State
 from elasticflow_airflow.api.status import AdmissionDecision
@@ -64,7 +64,7 @@ class MeasuredCosts:
 
     def known(self) -> dict[str, float]:
         """Return the measured costs, by name."""
-        return {name: cost for name, cost in asdict(self).items() if cost is not None}
+        return {field.name: cost for field in fields(self) if (cost := getattr(self, field.name)) is not None}
 
     def updated(self, **measured_s: float) -> MeasuredCosts:
         """Return the costs to plan with after another measurement: a higher value counts in full, a lower one by half.

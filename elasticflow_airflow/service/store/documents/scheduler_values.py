@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from elasticflow_airflow.scheduler_core.model.values import JobState, Placement, Plan, Slot
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 
 _PLAIN = frozenset({int, str, bool, type(None)})
 """Types of values that are JSON already."""
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
     """The scheduler's state of a job as it is stored: JSON, or its text, which is read when asked for.
 
-    It changes with each report, and only a restart needs it.
+    It changes with each report, and only a restart needs it: its text is made once, and stored as it is.
     """
 
     stored: Mapping[str, Any] | str
@@ -37,7 +39,12 @@ class StoredState:
     @classmethod
     def of(cls, state: JobState) -> StoredState:
         """Return a state to store."""
-        return cls(state_to_json(state))
+        return cls(_ENCODER.encode(state_to_json(state)))
+
+    @property
+    def text(self) -> str:
+        """The text of the JSON."""
+        return self.stored if isinstance(self.stored, str) else _ENCODER.encode(self.stored)
 
     @property
     def raw(self) -> Mapping[str, Any]:
@@ -75,6 +82,10 @@ class StateDocument(Document[StoredState]):
     def load(self, stored: Any) -> StoredState:
         """Return the stored state, whatever it is."""
         return StoredState(stored)
+
+    def bind_processor(self, dialect: Dialect) -> Callable[[StoredState | None], str | None]:  # noqa: ARG002
+        """Return a function from a state to the text to store, which no one takes apart and puts together again."""
+        return lambda state: None if state is None else state.text
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[str | None], StoredState | None]:  # noqa: ARG002
         """Return a function from the stored text to its value; it does not read the text."""
@@ -116,9 +127,13 @@ def _encode(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(float(value))  # JSON has no infinity, and PostgreSQL refuses it.
-    names = _field_names(kind)
-    if names is not None:
-        return {name: _encode(getattr(value, name)) for name in names}
+    fields_of = _fields_of(kind)
+    if fields_of is not None:
+        names, values = fields_of
+        return {
+            name: item if type(item) in _PLAIN else _encode(item)
+            for name, item in zip(names, values(value), strict=True)
+        }
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -129,9 +144,13 @@ def _encode(value: Any) -> Any:
 
 
 @cache
-def _field_names(kind: type) -> tuple[str, ...] | None:
-    """Return the names of a dataclass's fields; None for another class."""
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
+def _fields_of(kind: type) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]] | None:
+    """Return the names of a dataclass's fields, and a function to their values; None for another class."""
+    if not is_dataclass(kind):
+        return None
+    names = tuple(field.name for field in fields(kind))
+    one = attrgetter(*names)
+    return names, one if len(names) > 1 else lambda value: (one(value),)
 
 
 def _decode(hint: Any, raw: Any) -> Any:
