@@ -181,14 +181,15 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
     options: list[tuple[float, str, Course]] = []
     room_to_grow = _RoomToGrow(draft)
 
-    def consider(work: Work, *, won: bool = False) -> None:
-        option = _option(draft, work, config, room) if won or room_to_grow.has(work) else None
+    def consider(work: Work) -> None:
+        option = _option(draft, work, config, room)
         if option is not None:
             heappush(options, (-option[0], work.job_id, option[1]))
 
+    courses = draft.courses
     for work in works:
-        course = draft.courses.get(work.job_id)
-        if course is not None and course.finish_s < INFINITY:
+        course = courses.get(work.job_id)
+        if course is not None and course.finish_s < INFINITY and room_to_grow.has(work, course):
             by_id[work.job_id] = work
             consider(work)
     while options and room:
@@ -197,7 +198,7 @@ def grow(draft: Draft, works: Iterable[Work], config: SchedulerConfig) -> None:
             draft.drop(winner)
             draft.put(winner, course)
             room = draft.book.free_now.bit_count()
-        consider(by_id[winner], won=True)
+        consider(by_id[winner])
 
 
 class _RoomToGrow:
@@ -207,23 +208,31 @@ class _RoomToGrow:
     """
 
     def __init__(self, draft: Draft) -> None:
-        self._draft = draft
+        self._layout, self._soon_s = draft.layout, draft.now + TOLERANCE_S
         self._free = draft.book.free_now
-        self._by_size: dict[int, tuple[bool, int]] = {}
+        self._next = dict[tuple[tuple[int, ...], int], int]()
+        """By the sizes that a job can have, and the one that it has: the slots with which it may grow.
 
-    def has(self, work: Work) -> bool:
+        Those beside a block of the next size that is free but for its own; all, where such a block is free.
+        """
+
+    def has(self, work: Work, course: Course) -> bool:
         """Return whether some block of a larger size is free, perhaps but for the job's own slots."""
-        if self._draft.mask_now(work.job_id) != work.mask:
-            return True
+        first = course.holdings[0] if course.holdings else None
+        if first is None or first.mask != work.mask or not first.start_s <= self._soon_s < first.end_s:
+            return True  # It is about to change.
+        key = work.sizes, work.size
+        beside = self._next.get(key)
+        if beside is None:
+            beside = self._next[key] = self._beside(work)
+        return bool(work.mask & beside)
+
+    def _beside(self, work: Work) -> int:
         larger = bisect_right(work.sizes, work.size)
         if larger == len(work.sizes):
-            return False
+            return 0
         target = work.sizes[larger]
-        known = self._by_size.get(target)
-        if known is None:
-            layout = self._draft.layout
-            known = self._by_size[target] = bool(layout.find(self._free, target)), layout.touching(self._free, target)
-        return known[0] or bool(work.mask & known[1])
+        return -1 if self._layout.find(self._free, target) else self._layout.touching(self._free, target)
 
 
 def _option(draft: Draft, work: Work, config: SchedulerConfig, room: int) -> tuple[float, Course] | None:

@@ -60,7 +60,9 @@ class Planner:
     @cached_property
     def _overdue(self) -> set[str]:
         """Ids of the jobs that should have ended and still hold their slots."""
-        return {job.job_id for job in self.jobs if overdue(job, self.now)}
+        soon_s = self.now + TOLERANCE_S
+        ending = (job for job in self.jobs if job.course is not None and job.course.promised_s <= soon_s)
+        return {job.job_id for job in ending if overdue(job, self.now)}
 
     @cached_property
     def longest_pause_s(self) -> float:
@@ -71,7 +73,7 @@ class Planner:
         """Return a job as work; an overdue job holds its slots a little longer."""
         work = job.work(self.layout, self.config)
         course = job.course
-        if course is not None and job.job_id in self._overdue:
+        if self._overdue and course is not None and job.job_id in self._overdue:
             size = job.mask.bit_count()
             end = course.holdings[-1].end_s if course.holdings else self.now + self.config.overdue_s
             rest = max(end, self.now + 2 * TOLERANCE_S) - work.tail_s
