@@ -157,18 +157,23 @@ def test_beside_thousands_who_got_nothing_is_helped_within_a_minute(make_job):
 
 def test_who_is_not_looked_at_when_all_grow_could_not_have_grown(make_job, monkeypatch):
     """The filter leaves out nobody: by chance, with gangs of many sizes on nodes of several."""
-    has, left_out = allocation._RoomToGrow.has, 0
+    left_out = 0
 
-    def checked(self, work):
-        nonlocal left_out
-        found = has(self, work)
-        if not found:
-            left_out += 1
-            room = self._draft.book.free_now.bit_count()
-            assert allocation._option(self._draft, work, SchedulerConfig(), room) is None
-        return found
+    class Checked(allocation._RoomToGrow):
+        def __init__(self, draft):
+            super().__init__(draft)
+            self.draft = draft
 
-    monkeypatch.setattr(allocation._RoomToGrow, "has", checked)
+        def has(self, work, course):
+            nonlocal left_out
+            found = super().has(work, course)
+            if not found:
+                left_out += 1
+                room = self.draft.book.free_now.bit_count()
+                assert allocation._option(self.draft, work, SchedulerConfig(), room) is None
+            return found
+
+    monkeypatch.setattr(allocation, "_RoomToGrow", Checked)
     chaos = random.Random(11)
     scheduler = Scheduler(nodes=[Node(node_id=f"n{i}", slots=slots) for i, slots in enumerate((4, 6, 8, 3, 8))])
     for number in range(150):
