@@ -447,9 +447,9 @@ def test_times_are_converted() -> None:
         assert with_time(FilePart(path="x", data=damaged), 40.0) == damaged
 
 
-def open_link(root: Path) -> NodeLink:
-    probe = StorageProbe(open_shared_storage(root / "shared"))
-    return NodeLink("x", "http://x", TOKEN, root, OwnEpoch(), probe, lambda *_: None, lambda *_: None, Arrivals(), 5.0)
+def open_link(root: Path, suspicion_s: float = 5.0) -> NodeLink:
+    probe, nothing = StorageProbe(open_shared_storage(root / "shared")), lambda *_: None
+    return NodeLink("x", "http://x", TOKEN, root, OwnEpoch(), probe, nothing, nothing, Arrivals(), suspicion_s)
 
 
 def test_what_has_come_of_a_job_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -698,6 +698,39 @@ def test_a_change_that_somebody_waits_for_ends_the_calm_however_late_in_a_reques
     timer.join()
     assert [file["path"] for file in answer["files"]] == [f"{HERE}/reports/{report.name}"]
     assert (agent._stirred_s > before_s) == (kind == "finished")
+
+
+@pytest.mark.parametrize("is_calm", [True, False])
+def test_in_calm_times_what_nobody_waits_for_is_collected_as_long_as_the_service_waits(
+    agent: NodeAgent, client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_calm: bool
+) -> None:
+    give_spec(agent, tmp_path)
+    (agent.root / HERE / "reports").mkdir(parents=True)
+    version = pull(agent).version
+    monkeypatch.setattr(node_agent, "CALM_AFTER_S", -1.0 if is_calm else 1000.0)
+    monkeypatch.setattr(node_agent, "CALM_LOOK_S", node_agent.LOOK_S)
+    (agent.root / HERE / "reports" / f"g000001-{WORKER}.jsonl").write_bytes(report_line("progress"))
+    begun_s = time.monotonic()
+    answer = client.post("/pull", json={"epoch": 1, "version": version, "wait_s": 1.5}).json()
+    assert len(answer["files"]) == 1
+    assert (time.monotonic() - begun_s >= 1.5) == is_calm
+
+
+@pytest.mark.parametrize(("suspicion_s", "wait_s"), [(5.0, 1.0), (60.0, 1.0), (1.0, 0.2)])
+async def test_a_node_that_lives_answers_often_before_its_silence_is_suspicious(
+    tmp_path: Path, suspicion_s: float, wait_s: float
+) -> None:
+    link = open_link(tmp_path, suspicion_s)
+    asked: list[float] = []
+
+    async def post(path: str, body: str) -> bytes:
+        asked.append(json.loads(body)["wait_s"])
+        raise asyncio.CancelledError
+
+    link._connected, link.is_current, link._post = True, True, post  # type: ignore[method-assign]
+    with pytest.raises(asyncio.CancelledError):
+        await link._pull_for_ever()
+    assert asked == [pytest.approx(wait_s)]
 
 
 def test_signs_of_life_go_on_while_workers_leave(agent: NodeAgent, tmp_path: Path) -> None:

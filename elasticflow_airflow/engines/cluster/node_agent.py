@@ -551,7 +551,7 @@ class NodeAgent:
             paths = [path for path in paths if not is_heartbeat(path)]  # Nobody compares it with those of others.
         whole, growing = [], []
         for path in paths:
-            place, stamp = job_folder.place_of(path), stamp_of(self._root / path)
+            place, stamp = job_folder.place_of(path), stamp_of(f"{self._root}/{path}")
             if place is None or stamp is None or (place.worker_id is not None and place.worker_id not in own):
                 continue
             if place.grows:
@@ -590,7 +590,7 @@ class NodeAgent:
         return set(itertools.chain.from_iterable(known.values()))
 
     def _size(self, path: str) -> int:
-        stamp = stamp_of(self._root / path)
+        stamp = stamp_of(f"{self._root}/{path}")
         return 0 if stamp is None else min(stamp[2], job_folder.LARGEST_GROWN_BYTES)
 
     def _complain(self, path: Path, error: Exception) -> None:

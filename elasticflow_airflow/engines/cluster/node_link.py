@@ -514,7 +514,7 @@ class NodeLink:
             self._on_across(self, file.path)
 
     def _size(self, path: str) -> int:
-        stamp = stamp_of(self._root / path)
+        stamp = stamp_of(f"{self._root}/{path}")
         return 0 if stamp is None else stamp[2]
 
     def _size_after(self, part: FilePart) -> int:
@@ -651,7 +651,7 @@ class NodeLink:
 
     def _part(self, path: str, stamps: dict[str, tuple[int, int, int]]) -> FilePart | None:
         """Return what has changed of a file since it was sent; None when nothing has, or it came from there."""
-        stamp, place = stamp_of(self._root / path), job_folder.place_of(path)
+        stamp, place = stamp_of(f"{self._root}/{path}"), job_folder.place_of(path)
         if stamp is None or place is None or path in self._came or self._sent.get(path) == stamp:
             return None
         stamps[path] = stamp

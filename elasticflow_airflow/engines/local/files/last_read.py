@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,10 @@ _SETTLED_NS = 100_000_000
 """Two changes within a tick of the file system's clock may leave the same stamp: what is younger is read again."""
 
 
-def stamp_of(path: Path) -> tuple[int, int, int] | None:
+def stamp_of(path: Path | str) -> tuple[int, int, int] | None:
     """Return what changes when a file is replaced, touched or extended: (inode, mtime in ns, size); None without it."""
     try:
-        found = path.lstat()
+        found = os.lstat(path)
     except OSError:  # It is not there, or a script has made something else of a folder above it.
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
