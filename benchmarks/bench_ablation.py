@@ -46,8 +46,8 @@ from elasticflow_airflow.scheduler_core.planning.minimum_share import ShareShape
 from elasticflow_airflow.scheduler_core.planning.proof import Attempt, rescues
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result, quantile
+from elasticflow_airflow.scheduler_core.simulator.policies import make_policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import prepare
-from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
 
 JITTER = 0.1

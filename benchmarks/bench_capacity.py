@@ -14,7 +14,7 @@ from bench_policies import DATA, OWN_SIZE, parser_of, setting_of
 from results import show, table
 
 from elasticflow_airflow.scheduler_core.simulator.experiment import parse_contenders
-from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
+from elasticflow_airflow.scheduler_core.simulator.policies import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.smallest_cluster import achievable, smallest_cluster
 
 USUAL = ("elasticflow", "elasticflow:wait", "edf", "edf+elastic", "gang-fifo", "tiresias", "optimus", "pollux", "oasis")

@@ -33,8 +33,8 @@ from elasticflow_airflow.scheduler_core.simulator.compare import Comparison, bou
 from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, Played, Setting, parse_contenders, play
 from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curves
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
+from elasticflow_airflow.scheduler_core.simulator.policies import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
-from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"

@@ -34,9 +34,8 @@ from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curv
 from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import common_jobs, mixed_cluster, read_typed_curves
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace, TraceJob, read_trace
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
-from elasticflow_airflow.scheduler_core.simulator.policy import InspectablePolicy, Policy
+from elasticflow_airflow.scheduler_core.simulator.policies import InspectablePolicy, Policy, make_policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
-from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import SimulatedJob, Simulation
 
 MIXED = (("a100", 8, 8), ("t4", 8, 4))

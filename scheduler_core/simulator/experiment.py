@@ -19,9 +19,8 @@ from elasticflow_airflow.scheduler_core.simulator.inputs.curves import Curves
 from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
-from elasticflow_airflow.scheduler_core.simulator.policy import Policy
+from elasticflow_airflow.scheduler_core.simulator.policies import POLICY_NAMES, Policy, make_policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
-from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation
 
 OBJECTIVES = tuple(Objective)

@@ -18,7 +18,7 @@ from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.values import Job, Node, Placement, Slot
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result, SimulatedOutcome
-from elasticflow_airflow.scheduler_core.simulator.policy import Policy
+from elasticflow_airflow.scheduler_core.simulator.policies import Policy
 
 _TINY_S = 1e-5
 _MEASURE_S = 20.0

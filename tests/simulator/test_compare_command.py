@@ -22,8 +22,8 @@ from elasticflow_airflow.scheduler_core.simulator.inputs.curves import read_curv
 from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
 from elasticflow_airflow.scheduler_core.simulator.outputs import plots, series
+from elasticflow_airflow.scheduler_core.simulator.policies import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
-from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.run import Change
 
 CURVE = "global_batch_size,1,2,4\n64,1.0,2.0,4.0\n"

@@ -14,8 +14,8 @@ from elasticflow_airflow.scheduler_core.simulator.experiment import Contender, S
 from elasticflow_airflow.scheduler_core.simulator.inputs import synthetic
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace
 from elasticflow_airflow.scheduler_core.simulator.outputs.export import one_by_one, write_schedule
+from elasticflow_airflow.scheduler_core.simulator.policies import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster
-from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
 from elasticflow_airflow.scheduler_core.simulator.run import Change
 
 NODES = (Node(node_id="west", slots=2), Node(node_id="east", slots=2))

@@ -18,8 +18,8 @@ from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import (
 )
 from elasticflow_airflow.scheduler_core.simulator.inputs.problems import InputError
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import Trace, TraceJob, read_trace
+from elasticflow_airflow.scheduler_core.simulator.policies import make_policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, prepare
-from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import Change, Simulation
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

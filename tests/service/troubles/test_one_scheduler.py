@@ -19,7 +19,7 @@ from elasticflow_airflow.client import (
     ensure_service,
     snapshot_folder,
 )
-from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES
+from elasticflow_airflow.scheduler_core.simulator.policies import POLICY_NAMES
 from elasticflow_airflow.service.settings import ServiceSettings
 from elasticflow_airflow.service.store.documents.scheduler_values import StoredState
 

@@ -14,7 +14,7 @@ from support.schedule_checker import CheckedJob, Report, check
 from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result, SimulatedOutcome
 from elasticflow_airflow.scheduler_core.simulator.outputs.export import write_schedule
-from elasticflow_airflow.scheduler_core.simulator.policy import Policy
+from elasticflow_airflow.scheduler_core.simulator.policies import Policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import cluster
 from elasticflow_airflow.scheduler_core.simulator.run import Change, SimulatedJob, Simulation
 

@@ -12,7 +12,7 @@ from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.values import Job, Node, ScalingCurve
 from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import mixed_cluster
-from elasticflow_airflow.scheduler_core.simulator.registry import make_policy
+from elasticflow_airflow.scheduler_core.simulator.policies import make_policy
 
 MakeJob = Callable[..., Job]
 

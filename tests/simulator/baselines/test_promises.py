@@ -11,7 +11,7 @@ import pytest
 
 from elasticflow_airflow.scheduler_core.model.events import JobSubmitted, NodeJoined, NodeLost, WakeUp
 from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, RescaleCosts
-from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES, make_policy
+from elasticflow_airflow.scheduler_core.simulator.policies import POLICY_NAMES, make_policy
 
 MakeJob = Callable[..., Job]
 PROMISING = ("edf+admission", "chronus", "chronus+size")

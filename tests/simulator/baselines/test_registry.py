@@ -13,7 +13,7 @@ from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.model import decisions as de
 from elasticflow_airflow.scheduler_core.model import events as ev
 from elasticflow_airflow.scheduler_core.model.values import Job, Node
-from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES, make_policy
+from elasticflow_airflow.scheduler_core.simulator.policies import POLICY_NAMES, make_policy
 
 MakeJob = Callable[..., Job]
 OURS = (

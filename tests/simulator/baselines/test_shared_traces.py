@@ -20,9 +20,8 @@ from elasticflow_airflow.scheduler_core.simulator.inputs.mixed import common_job
 from elasticflow_airflow.scheduler_core.simulator.inputs.trace import read_trace
 from elasticflow_airflow.scheduler_core.simulator.outcome import Result
 from elasticflow_airflow.scheduler_core.simulator.outputs.export import write_schedule
-from elasticflow_airflow.scheduler_core.simulator.policy import Policy
+from elasticflow_airflow.scheduler_core.simulator.policies import POLICY_NAMES, Policy, make_policy
 from elasticflow_airflow.scheduler_core.simulator.prepare import Conditions, cluster, prepare
-from elasticflow_airflow.scheduler_core.simulator.registry import POLICY_NAMES, make_policy
 from elasticflow_airflow.scheduler_core.simulator.run import Change, Simulation
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"

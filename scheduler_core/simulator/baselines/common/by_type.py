@@ -20,7 +20,7 @@ from elasticflow_airflow.scheduler_core.model.reason import Reason
 from elasticflow_airflow.scheduler_core.model.values import Job, JobState, Node, OnReject
 from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S
 from elasticflow_airflow.scheduler_core.scheduler import Scheduler
-from elasticflow_airflow.scheduler_core.simulator.policy import InspectablePolicy
+from elasticflow_airflow.scheduler_core.simulator.policies import InspectablePolicy
 
 Make = Callable[[SchedulerConfig, Iterable[Node]], InspectablePolicy]
 

@@ -1,17 +1,19 @@
-"""The policies that the simulator can run, by name: our scheduler and those of the literature.
+"""The policies that the simulator can run, by name, and their interface: events in, decisions out.
 
-A policy is imported only when it is requested, so that optional dependencies stay optional.
+They are our scheduler and those of the literature. A policy is imported only when it is requested, so that optional
+dependencies stay optional.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from elasticflow_airflow.scheduler_core.model.config import SchedulerConfig
-from elasticflow_airflow.scheduler_core.model.values import Node
-from elasticflow_airflow.scheduler_core.simulator.policy import InspectablePolicy
+from elasticflow_airflow.scheduler_core.model.decisions import Decision
+from elasticflow_airflow.scheduler_core.model.events import Event
+from elasticflow_airflow.scheduler_core.model.values import JobState, Node
 
 _PACKAGE = "elasticflow_airflow.scheduler_core"
 
@@ -41,6 +43,26 @@ _POLICIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 """By name: module below ``scheduler_core``, class or factory, and its extra keyword arguments."""
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 """All names that :func:`make_policy` accepts, ours first."""
+
+
+class Policy(Protocol):
+    """A pure state machine. Deterministic: the same events at the same times give the same decisions."""
+
+    def handle(self, event: Event, now: float) -> list[Decision]:
+        """Handle one event and return the decisions that follow; only the last ``WakeMeAt`` returned is in effect."""
+        ...
+
+
+class InspectablePolicy(Policy, Protocol):
+    """A policy that exposes the state of its jobs."""
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Return the nodes as last reported."""
+        ...
+
+    def states(self) -> tuple[JobState, ...]:
+        """Return the state of every live job, in order of arrival."""
+        ...
 
 
 def make_policy(name: str, nodes: Iterable[Node], config: SchedulerConfig | None = None) -> InspectablePolicy:
