@@ -514,9 +514,7 @@ class Scheduler:
             job.profiling, job.course = None, None
         job.changed()
         if job.course is not None:  # it stays where it is, and grows if that repays its pause
-            end = max((h.end_s for h in job.course.holdings), default=now)
-            job.course = job.course._replace(holdings=(Holding(now, max(end, now + 2 * TOLERANCE_S), mask),))
-            state.late.add(job.job_id)
+            state.stay(job, job.course, now)
         return self._decider.replan(
             now,
             Reason("{job:job} goes on with {workers:#worker}", job=job.job_id, workers=placement.workers),

@@ -180,8 +180,7 @@ class SchedulerState:
             else:
                 job.course = Course(holdings, course.finish_s, course.promised_s)
         else:
-            self._adopted = stored(self._adopted, self.layout, now, self.jobs.values())
-            if self._adopted.book.free_until(last.mask, max(last.end_s, now), holdings) >= need:
+            if self._free_beside_others(job, last.mask, max(last.end_s, now), now) >= need:
                 job.course = course
             elif need - last.end_s <= self.config.deviation_s and before is not None:
                 job.course = Course(holdings, course.finish_s, course.promised_s)
@@ -191,6 +190,22 @@ class SchedulerState:
         deadline = job.job.deadline_s
         if job.promised and deadline is not None and course.promised_s > deadline + TOLERANCE_S and not job.at_risk:
             self.broken = True
+
+    def stay(self, job: LiveJob, before: Course, now: float) -> None:
+        """Book the slots that a job holds for as long as it had any booked, and no other job these; none: it breaks."""
+        end_s = max((h.end_s for h in before.holdings), default=now)
+        end_s = min(max(end_s, now + 2 * TOLERANCE_S), self._free_beside_others(job, job.mask, now, now))
+        if end_s <= now + TOLERANCE_S:
+            self._break(job)
+            return
+        job.course = before._replace(holdings=(Holding(now, end_s, job.mask),))
+        self.late.add(job.job_id)
+
+    def _free_beside_others(self, job: LiveJob, mask: int, start_s: float, now: float) -> float:
+        """Return until when no other job has booked these slots from ``start_s`` on."""
+        others = (other for other in self.jobs.values() if other is not job)
+        self._adopted = stored(self._adopted, self.layout, now, others)
+        return self._adopted.book.free_until(mask, start_s)
 
     def _matters(self, before: Course, after: Course, now: float) -> bool:
         moved = abs(before.finish_s - after.finish_s)

@@ -197,6 +197,8 @@ class Bookings:
         self.everything = everything
         self.times: list[float] = [now]
         self.taken: list[int] = [everything & ~layout.availability.at(now)]
+        self.is_disjoint = True
+        """Whether no slot was booked twice, and nothing for no time, when all was booked at once."""
         self.vain = Vain()
         """Cache of times without a free block, for repeated searches."""
         for until_s in layout.availability.changes:
@@ -212,6 +214,8 @@ class Bookings:
         held = 0
         for start, end, mask in holdings:
             if end > now:
+                if end <= start or (start <= now and held & mask):
+                    book.is_disjoint = False
                 if start <= now:
                     held |= mask
                 else:
@@ -230,6 +234,8 @@ class Bookings:
                     times.append(last_s)
                     taken.append(held | away if away else held)
                 away, last_s = unusable.get(when_s, away), when_s
+            if starts and held & mask:
+                book.is_disjoint = False
             held = held | mask if starts else held ^ (held & mask)  # "& ~mask" takes longer
         times.append(last_s)
         taken.append(held | away if away else held)
@@ -248,7 +254,7 @@ class Bookings:
     def since(self, now: float) -> Bookings:
         """Return an independent copy that begins at a later time."""
         twin = object.__new__(Bookings)
-        twin.now, twin.everything = now, self.everything
+        twin.now, twin.everything, twin.is_disjoint = now, self.everything, self.is_disjoint
         first = bisect_right(self.times, now)
         twin.times, twin.taken = [now, *self.times[first:]], self.taken[max(0, first - 1) :]
         twin.vain = Vain()

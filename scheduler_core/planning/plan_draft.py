@@ -48,7 +48,7 @@ class Draft:
 
         The fewer courses differ from those here, the less it costs.
         """
-        is_untidy = len(self.book.times) > self._most_segments
+        is_untidy = len(self.book.times) > self._most_segments or not self.book.is_disjoint
         if layout is not self.layout or now < self.now or layout.availability.changes or is_untidy:
             return Draft(layout, now, courses)
         before = self.courses
@@ -67,6 +67,8 @@ class Draft:
             for holding in course.holdings:
                 twin.book.give_back(holding)
         for _, course in come:
+            if any(end <= start for start, end, _ in course.holdings) or not twin.is_free(course):
+                return Draft(layout, now, courses)  # Who gives back what another has booked, too, makes it free.
             for holding in course.holdings:
                 twin.book.take(holding)
         return twin

@@ -528,7 +528,10 @@ def test_the_better_comparison_of_clocks_counts(tmp_path: Path) -> None:
     link._compare_clocks(1000.0, 3.0, 962.9)  # It had waited for news.
     assert link.offset_s == pytest.approx(40.0)
     link._compare_clocks(1000.0, 3.0, 1002.0)  # Somebody has set a clock.
-    assert link.offset_s == pytest.approx(-0.5)
+    assert link.offset_s == pytest.approx(0.95)
+    for _ in range(8000):  # In calm times all trips are long: drift is found, and the wait is no part of it.
+        link._compare_clocks(2000.0, 1.02, 2000.01)
+    assert link.offset_s == pytest.approx(0.96)
 
 
 @pytest.mark.parametrize(
@@ -714,6 +717,25 @@ def test_in_calm_times_what_nobody_waits_for_is_collected_as_long_as_the_service
     answer = client.post("/pull", json={"epoch": 1, "version": version, "wait_s": 1.5}).json()
     assert len(answer["files"]) == 1
     assert (time.monotonic() - begun_s >= 1.5) == is_calm
+
+
+def test_it_is_not_calm_while_there_is_more_to_tell_than_an_answer_holds(
+    agent: NodeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_spec(agent, tmp_path)
+    monkeypatch.setattr(node_agent, "CALM_AFTER_S", -1.0)
+    monkeypatch.setattr(node_agent, "ANSWER_BYTES", node_agent.PART_BYTES + 1)
+    pull(agent)
+    assert agent.is_calm
+    (agent.root / HERE / "logs").mkdir(parents=True)
+    log = agent.root / HERE / "logs" / f"{WORKER}.log.1"
+    log.write_bytes(b"x" * (node_agent.PART_BYTES + 5))
+    pull(agent)
+    assert not agent.is_calm
+    pull(agent, **{f"logs/{log.name}": node_agent.PART_BYTES})
+    assert not agent.is_calm  # What it has just told may not be all, either.
+    pull(agent, **{f"logs/{log.name}": node_agent.PART_BYTES + 5})
+    assert agent.is_calm
 
 
 @pytest.mark.parametrize(("suspicion_s", "wait_s"), [(5.0, 1.0), (60.0, 1.0), (1.0, 0.2)])

@@ -13,7 +13,14 @@ from elasticflow_airflow.scheduler_core import Scheduler, SchedulerConfig
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import Bookings
 from elasticflow_airflow.scheduler_core.model import events as ev
-from elasticflow_airflow.scheduler_core.model.values import Job, Node, OnReject, RescaleCosts, ScalingCurve
+from elasticflow_airflow.scheduler_core.model.values import (
+    Job,
+    Node,
+    OnReject,
+    Placement,
+    RescaleCosts,
+    ScalingCurve,
+)
 from elasticflow_airflow.scheduler_core.model.work import Course, Holding
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 
@@ -66,15 +73,16 @@ def test_adapted_bookings_are_those_made_anew(
     assert draft.courses == before
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens_the_stored_plan_is_adapted_truly(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Jobs come and go, are slower than planned, and nodes change."""
+    """Jobs come and go, are slower than planned, lose workers, and nodes change; no slot is ever booked twice."""
     adapted: list[bool] = []
     later = Draft.later
 
     def compared(draft: Draft, layout: Layout, now: float, courses: Mapping[str, Course]) -> Draft:
         found, anew = later(draft, layout, now, courses), Draft(layout, now, courses)
         assert steps_of(found.book) == steps_of(anew.book)
+        assert anew.book.is_disjoint
         adapted.append(found.book.taken[0] != 0)
         return found
 
@@ -103,6 +111,11 @@ def test_whatever_happens_the_stored_plan_is_adapted_truly(monkeypatch: pytest.M
             now += 0.1
             if luck < 0.05:
                 scheduler.handle(ev.JobFinished(state.job.job_id), now)
+            elif luck < 0.08:  # Some of its workers have died, and the others go on.
+                left = Placement(state.placement.slots[: max(1, size // 2)])
+                scheduler.handle(ev.GangReformed(state.job.job_id, left), now)
+            elif luck < 0.1:
+                scheduler.handle(ev.GangLost(state.job.job_id), now)
             else:
                 left = (state.remaining_steps or 0.0) * chaos.uniform(0.9, 1.1)
                 scheduler.handle(ev.JobProgressed(state.job.job_id, left, 0.9 * speed), now)

@@ -93,7 +93,7 @@ def create_app(agent: NodeAgent, token: str) -> FastAPI:
             if is_urgent or is_enough or is_over or await request.is_disconnected():
                 return answer
             slept_s = 0.0
-            while slept_s < agent.look_s:  # which an order makes shorter
+            while slept_s < min(agent.look_s, pull.wait_s - waited_s):  # which an order makes shorter
                 await asyncio.sleep(LOOK_S)
                 slept_s += LOOK_S
 

@@ -144,6 +144,8 @@ class NodeAgent:
         """By growing file, how much of it the service has."""
         self._stirred_s = time.monotonic()
         """When the service last ordered something, or something changed that somebody waits for (monotonic)."""
+        self._is_behind = False
+        """Whether there is more to tell than the last answer held."""
         self._aside = ThreadPoolExecutor(4, "elasticflow-node")
         """For what takes long: the lock is not held for it."""
         self._checks: dict[str, Future[None]] = {}
@@ -380,8 +382,8 @@ class NodeAgent:
 
     @property
     def is_calm(self) -> bool:
-        """Whether workers only train on, and have done so for a while."""
-        return time.monotonic() - self._stirred_s > CALM_AFTER_S
+        """Whether workers only train on, have done so for a while, and all of it has been told."""
+        return not self._is_behind and time.monotonic() - self._stirred_s > CALM_AFTER_S
 
     @property
     def look_s(self) -> float:
@@ -495,6 +497,7 @@ class NodeAgent:
             room -= sum(len(part.data) for part in parts)
             if not watched.held and time.monotonic() - watched.changed_s > REST_S and not self._runs(incarnation):
                 self._unwatch(incarnation)
+        self._is_behind = room < PART_BYTES or any(watched.held for watched in self._watched.values())
         return answer
 
     def _watch(self, incarnation: str) -> _Watched:

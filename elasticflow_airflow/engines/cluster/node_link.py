@@ -52,7 +52,9 @@ from elasticflow_airflow.engines.port import Fencing, SupersededError
 PULL_WAIT_S = 1.0
 """How long an agent may wait for news at most: a node that lives answers at least this often."""
 _ANSWERS_UNTIL_SUSPECTED = 5
-"""So many times at least a node is to answer within the time after which its silence is suspicious."""
+"""About so often a node is to answer within the time after which its silence is suspicious."""
+_WAY_BACK_S = 0.05
+"""Most of a long trip is the agent's wait for news: it reads its clock at the end of that, and answers at once."""
 ANSWER_LIMIT_S = 3.0
 RETRY_S = 0.3
 REFUSED_S = 1.0
@@ -530,7 +532,7 @@ class NodeLink:
         possible = asked_s - now_s <= self.offset_s <= asked_s + took_s - now_s
         if took_s <= self._best_trip_s or not possible:
             self._best_trip_s = took_s
-            self.offset_s = asked_s + took_s / 2 - now_s
+            self.offset_s = asked_s + took_s - min(took_s / 2, _WAY_BACK_S) - now_s
 
     def _complain_of(self, what: str, error: object) -> None:
         """Log what is wrong with one job's file, once."""

@@ -18,6 +18,9 @@ from elasticflow_airflow.service.store.documents.generation_notes import Generat
 from elasticflow_airflow.service.store.tables import GenerationRow, IncarnationRow
 from elasticflow_airflow.service.store.transitions import ORDERED
 
+_ON_THE_WAY_S = 2.0
+"""A report takes about so long, from a node in calm times, until it is read."""
+
 
 def can_continue(context: PassContext, row: IncarnationRow) -> GenerationRow | None:
     """Return the generation whose workers can go on in a new one without a restart; None if a restart is needed.
@@ -102,4 +105,5 @@ def _step_now(row: IncarnationRow, now: float) -> int:
     """Return the step that a training has probably reached since its last report."""
     if row.last_step_at is None or row.steps_per_s is None:
         return row.step
-    return row.step + round(row.steps_per_s * min(max(0.0, now - row.last_step_at), STEADY_INTERVAL_S))
+    since_s = min(max(0.0, now - row.last_step_at), STEADY_INTERVAL_S + _ON_THE_WAY_S)
+    return row.step + round(row.steps_per_s * since_s)

@@ -555,7 +555,7 @@ def _new_scheduler(settings: ServiceSettings, nodes: Iterable[Node]) -> Schedule
 
 
 def _absence_until(now: float, work: UnitOfWork) -> Absence:
-    """Return since when no service has stored anything of the jobs that live: one that is there stores each step."""
+    """Return since when no service has stored anything of the jobs that live: one that is there stores reports."""
     signs = [at for _, row in work.current_rows for at in (row.submitted_at, row.last_step_at)]
     signs += [generation.created_at for generation in work.current_generations]
     # What is stored of a job may be anything, see ``setting_aside.py``.
