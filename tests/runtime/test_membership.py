@@ -224,6 +224,26 @@ def test_nobody_begins_before_everybody_has_the_state(crew, monkeypatch):
     crew.talk("a", "b")
 
 
+def test_a_joiner_whose_group_does_not_form_says_so_and_waits_for_a_later_plan(crew, monkeypatch, capfd):
+    said = []
+
+    def has_said_so() -> bool:
+        said.append(capfd.readouterr().err)
+        return "generation 2 did not form: ZeroDivisionError" in "".join(said)
+
+    crew.plan("w0")
+    with monkeypatch.context() as broken:
+        broken.setattr(handover.Handover, "_connect", lambda _: 1 / 0)
+        crew.plan("w0", "w1")
+        joining = crew.join("w1")
+        wait(has_said_so, "what went wrong is said")
+        wait(lambda: crew.places["w1"]._handover is None, "it leaves what cannot form")
+    crew.plan("w0", "w1")
+    crew.agreed("w0")
+    switching = crew.switch("w0")
+    assert {joining.result(LIMIT_S).generation, switching.result(LIMIT_S).generation} == {3}
+
+
 def test_a_joiner_that_turned_round_at_the_last_moment_is_given_the_state_after_all(crew, monkeypatch):
     """Those who trained took it for one of them: the change was complete, but for what the joiner had just heard."""
     crew.plan("a")

@@ -262,6 +262,10 @@ class GroupMember:
                 raise Dismissed
             handover = self._handover
             if handover is None or handover.stopped or not handover.ready:
+                if handover is not None and handover.failure is not None:
+                    sys.stderr.write(f"elasticflow: generation {handover.generation} did not form: {handover.failure}\n")
+                    self._leave_handover(handover, handover.failure)  # a later plan follows
+                    continue
                 self._news.wait(_WAIT_S) if handover is None else handover.wait(_WAIT_S)
                 self._news.clear()
                 continue
