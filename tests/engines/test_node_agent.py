@@ -501,6 +501,44 @@ async def test_the_rest_of_a_long_file_follows_unless_it_is_refused(
     assert b"".join(sent) == bytes(range(10 if refused else 25))
 
 
+async def test_renewed_leases_wait_for_the_turn_of_their_node_and_go_with_whatever_is_sent_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, sent = open_link(tmp_path, suspicion_s=20.0), asyncio.Queue[list[str]]()
+
+    async def answer(_link: NodeLink, _path: str, body: str) -> bytes:
+        push = Push.model_validate_json(body)
+        sent.put_nowait([*push.renewed_jobs, *push.renewed, *push.discarded])
+        return PushAnswer(instance="").model_dump_json().encode()
+
+    async def next_push() -> list[str]:
+        return await asyncio.wait_for(sent.get(), 5.0)
+
+    monkeypatch.setattr(NodeLink, "_post", answer)
+    link._loop, link._connected = asyncio.get_running_loop(), True
+    assert 1.0 < link._turn_s < 10.0
+    pushing = asyncio.ensure_future(link._push_for_ever())
+    try:
+        link.renew_job("first")
+        assert await next_push() == ["first"]  # It may have waited for a new leader.
+        link.renew_job("second")
+        link.renew("folder")
+        await asyncio.sleep(0.1)
+        assert sent.empty()
+        link.discard("gone")
+        assert await next_push() == ["second", "folder", "gone"]
+        link._turn_s = 0.05
+        link.renew_job("third")
+        assert await next_push() == ["third"]
+        link._turn_s = 10.0
+        link.renew_job("last")
+        await asyncio.wait_for(link.flush(), 5.0)
+        assert await next_push() == ["last"]
+        assert link._turn is None
+    finally:
+        pushing.cancel()
+
+
 def test_no_supervisor_counts_as_dead_while_an_answer_is_taken_that_tells_of_its_start_or_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

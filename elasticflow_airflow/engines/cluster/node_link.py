@@ -11,9 +11,11 @@ import contextlib
 import io
 import json
 import logging
+import math
 import tarfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -62,6 +64,8 @@ REFUSED_S = 1.0
 NEW_AGENT_S = 2.0
 BATCH_S = 0.01
 """Changes that come within this time are sent together."""
+_RECENTLY_S = 15.0
+"""Where nothing was sent to a node for so long, its leases are not kept waiting to be renewed."""
 _CONNECTIONS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=4.0)
 """Closed when idle before the agent does so, after five seconds: a closing one would fail the next request."""
 PUSH_BYTES = 4 << 20
@@ -143,6 +147,12 @@ class NodeLink:
         self._on_across, self._on_introduced, self._arrivals = on_across, on_introduced, arrivals
         self._code_root, self._prepare = root if code_root is None else code_root, prepare
         self._wait_s = min(PULL_WAIT_S, suspicion_s / _ANSWERS_UNTIL_SUSPECTED)
+        self._turn_s = suspicion_s / 2 * zlib.crc32(key.encode()) / 2**32
+        """How long renewed leases wait, so that not all nodes are told in the same moment."""
+        self._pushed_s = -math.inf
+        """When something was sent last (monotonic)."""
+        self._turn: asyncio.TimerHandle | None = None
+        """Ends the wait of renewed leases."""
         self._known_version = 0
         """What had changed up to then at the node is known when it has been introduced."""
         self.was_recalled = prepare is None
@@ -215,11 +225,11 @@ class NodeLink:
 
     def renew(self, folder: str) -> None:
         """Renew the lease of a supervisor."""
-        self._want(_Wanted(renewed={folder}))
+        self._want_in_turn(_Wanted(renewed={folder}))
 
     def renew_job(self, job_id: str) -> None:
         """Renew the leases of all supervisors of a job."""
-        self._want(_Wanted(renewed_jobs={job_id}))
+        self._want_in_turn(_Wanted(renewed_jobs={job_id}))
 
     def ask_to_leave(self, job_id: str) -> None:
         """Make all supervisors of a job save and leave."""
@@ -295,6 +305,22 @@ class NodeLink:
             with contextlib.suppress(RuntimeError):  # The loop has just been closed.
                 self._loop.call_soon_threadsafe(self._wake.set)
 
+    def _want_in_turn(self, renewals: _Wanted) -> None:
+        """Have leases renewed in a moment that differs from node to node; at once if nothing was sent for a while."""
+        if time.monotonic() - self._pushed_s > _RECENTLY_S:
+            self._want(renewals)
+            return
+        with self._lock:
+            self._wanted.add(renewals)
+        # As long as its turn is to come, what is wanted has not been taken yet.
+        if self._loop is not None and self._turn is None and not self._wake.is_set():
+            with contextlib.suppress(RuntimeError):  # The loop has just been closed.
+                self._loop.call_soon_threadsafe(self._await_turn)
+
+    def _await_turn(self) -> None:
+        if self._loop is not None and self._turn is None:
+            self._turn = self._loop.call_later(self._turn_s, self._wake.set)
+
     # -- the two conversations
 
     def move_to(self, url: str) -> None:
@@ -312,6 +338,7 @@ class NodeLink:
 
     async def flush(self) -> None:
         """Wait until everything wanted so far has been sent."""
+        self._wake.set()
         while self._is_pushing or self._wanted != _Wanted() or self._starts:
             await asyncio.sleep(BATCH_S)
 
@@ -348,6 +375,9 @@ class NodeLink:
             await self._wake.wait()
             await asyncio.sleep(BATCH_S)
             self._wake.clear()
+            if self._turn is not None:
+                self._turn.cancel()
+                self._turn = None
             if not self._connected:
                 await asyncio.sleep(RETRY_S)
                 self._wake.set()
@@ -567,6 +597,7 @@ class NodeLink:
             if push == Push(epoch=epoch, number=self._number):
                 return
             answer = PushAnswer.model_validate_json(await self._post("/push", push.model_dump_json()))
+            self._pushed_s = time.monotonic()
             if answer.instance != self._instance:
                 raise ValueError("the agent was started again")
         except BaseException:
