@@ -136,6 +136,13 @@ class _Seen(NamedTuple):
     known: NDArray[np.float64]
     weights: tuple[NDArray[np.float64], ...]
     """By half-life: how much each arrival counts."""
+    by_window: NDArray[np.intp]
+    """The numbers of the arrivals, shortest window first."""
+
+
+def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sum of the first 0, 1, 2, ... values."""
+    return np.concatenate([np.zeros(1), np.cumsum(values)])
 
 
 def _sure_part(moments: NDArray[np.intp], weights: NDArray[np.float64]) -> float:
@@ -197,20 +204,26 @@ class Protection:
         """Return the expected use of some arrivals; the other arguments are those of :meth:`expected_use`."""
         seen = self._seen(now)
         first = float(seen.known[:, 0].min())
-        windows = seen.known[cheaper, 2]
-        use = seen.known[cheaper, 1] / windows
-        horizon = (times - now)[:, None]
-        before = np.maximum(horizon - windows[None, :], 0.0)
-        moments = self.arrivals.moments[cheaper] if sure else None
+        chosen = seen.by_window[cheaper[seen.by_window]]
+        windows = seen.known[chosen, 2]
+        use = seen.known[chosen, 1] / windows
+        horizon = times - now
+        shorter = np.searchsorted(windows, horizon)
+        moments = self.arrivals.moments[chosen] if sure else None
         estimates = []
         for half_life, weights_of_all in zip(self.half_lives_s, seen.weights, strict=True):
             decay = math.log(2.0) / half_life
-            weights = weights_of_all[cheaper]
+            weights = weights_of_all[chosen]
             observed = (1.0 - math.exp(-decay * max(now - first, _LEAST_OBSERVED_S))) / decay
             # A burst in the first minute surely says nothing about the next hours.
             reach = self.reach * (min(half_life, now - first) if sure else half_life)
-            ahead = np.maximum(np.minimum(horizon, reach) - before, 0.0)
-            estimate = ahead @ (weights * use) / observed
+            # What comes within ``ahead`` from now is expected, and is there at a time if that is within its window.
+            ahead = np.minimum(horizon, reach)
+            over = np.searchsorted(windows, horizon - ahead)
+            used, windowed = _sums(weights * use), _sums(weights * use * windows)
+            estimate = ahead * (used[-1] - used[shorter])
+            estimate += windowed[shorter] - windowed[over] - (horizon - ahead) * (used[shorter] - used[over])
+            estimate = np.maximum(estimate, 0.0) / observed
             if moments is not None:
                 estimate *= _sure_part(moments, weights)
             estimates.append(estimate)
@@ -241,7 +254,7 @@ class Protection:
             known = self.arrivals.known
             ages = np.maximum(now - known[:, 0], 0.0)
             weights = tuple(np.exp(-(math.log(2.0) / half_life) * ages) for half_life in self.half_lives_s)
-            seen = self._last_seen = _Seen(now, known, weights)
+            seen = self._last_seen = _Seen(now, known, weights, np.argsort(known[:, 2], kind="stable"))
         return seen
 
     def expectation(
