@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import nsmallest
 
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
@@ -26,11 +27,13 @@ from elasticflow_airflow.scheduler_core.planning.making_room import make_room
 from elasticflow_airflow.scheduler_core.planning.minimum_share import minimum_share
 from elasticflow_airflow.scheduler_core.planning.plan_draft import Draft
 from elasticflow_airflow.scheduler_core.planning.planner import Planner
-from elasticflow_airflow.scheduler_core.planning.proof import deadline_order
+from elasticflow_airflow.scheduler_core.planning.proof import deadline_order, limit_and_id
 from elasticflow_airflow.scheduler_core.planning.protection_price import Protection
 from elasticflow_airflow.scheduler_core.planning.reservations import beside
 
 _DOUBLINGS = 6
+_LATER = 64
+"""For so many promises that end after a newcomer's limit, it is asked what they leave free."""
 
 
 @dataclass(slots=True)
@@ -208,7 +211,7 @@ class AdmissionControl:
         """Return whether it fits beside the expected use of cheaper arrivals (always with first-come admission).
 
         It is enough to fit beside the arrivals at their expected times or, because they may come at other times, by
-        slot-seconds until the limit.
+        slot-seconds: until the limit, and until that of each later promise.
         """
         if self.protection is None:
             return True
@@ -223,38 +226,61 @@ class AdmissionControl:
             expected = expected.times(planner.config.waiting_caution)
         if not expected.slots.any():
             return True
-        needed, earlier = expected.slot_seconds + expected.footprint, self._earlier(limit)
-        if self._surely_free_slot_s(earlier, limit) >= needed:
+        if self._keeps_free(expected.needed, limit):
             return True
-        free = self._beside(earlier)
-        if free.slot_seconds(planner.now, limit) >= needed:
-            return True
-        left = free.copy()
+        left = self._beside(self._earlier(limit)).copy()
         left.withhold(expected.edges, expected.whole_slots())
         return minimum_share(left, work, planner.now) is not None
+
+    def _keeps_free(self, slot_s: float, limit: float) -> bool:
+        """Return whether so many slot-seconds are free until a limit and until that of each later promise.
+
+        Each time beside the promises that end by then: what is free until the limit alone may be what a later promise
+        needs, and would be taken from those that are expected after it.
+        """
+        now, earlier, later = self.planner.now, self._earlier(limit), self._soon_after(limit)
+        if self._surely_keeps_free(slot_s, limit, earlier, later):
+            return True
+        untils = [limit, *(work.limit_s for work in later)]
+        return all(
+            self._beside([*earlier, *later[:count]]).slot_seconds(now, until) >= slot_s
+            for count, until in enumerate(untils)
+            if count + 1 == len(untils) or untils[count + 1] > until
+        )
 
     def _earlier(self, limit: float) -> list[Work]:
         """Return the other promises that end by a limit."""
         return [one for one in self.planner.promised() if one.limit_s <= limit and one.job_id != self.job.job_id]
 
-    def _surely_free_slot_s(self, earlier: Sequence[Work], limit: float) -> float:
-        """Return the slot-seconds that are free until a limit beside earlier promises; 0 if only a filling can say.
+    def _soon_after(self, limit: float) -> list[Work]:
+        """Return the other promises that end after a limit, the next ones first, up to a number."""
+        others = (one for one in self.planner.promised() if one.job_id != self.job.job_id)
+        return nsmallest(_LATER, (one for one in others if limit < one.limit_s < INFINITY), key=limit_and_id)
+
+    def _surely_keeps_free(self, slot_s: float, limit: float, earlier: Sequence[Work], later: Sequence[Work]) -> bool:
+        """As :meth:`_keeps_free`, but False if only a filling can say.
 
         Where all fit side by side from now on, a filling gives each the smallest size that keeps its limit, at once.
         """
         now, free = self.planner.now, self.planner.filling.free
         room, used = free.least(), 0.0
-        for work in earlier:
+        last = len(earlier) - 1
+        if last < 0 and free.slot_seconds(now, limit) < slot_s:
+            return False
+        for count, work in enumerate((*earlier, *later)):
             sizes = (
                 (size, end) for size in work.sizes if (end := work.end_s(now, size)) <= work.limit_s + TOLERANCE_S / 2
             )
             size, end = next(sizes, (0, now))
             if not size or work.release_s > now:
-                return 0.0
+                return False
             for level in range(size.bit_length()):
                 room[level] -= size
-            used += size * (min(end, limit) - now)
-        return free.slot_seconds(now, limit) - used if min(room) >= 0 else 0.0
+            until = max(limit, work.limit_s)
+            used += size * (min(end, until) - now)
+            if min(room) < 0 or (count >= last and free.slot_seconds(now, until) - used < slot_s):
+                return False
+        return True
 
     def _beside(self, earlier: Sequence[Work]) -> FreeCapacity:
         """Return what is free beside the promises that end by a limit; the same ones are filled once a verdict."""

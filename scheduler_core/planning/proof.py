@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
@@ -109,9 +110,13 @@ def _longer(draft: Draft, work: Work, holdings: Sequence[Holding]) -> Course | N
     return course
 
 
+limit_and_id = attrgetter("limit_s", "job_id")
+"""The sort key of :func:`deadline_order`."""
+
+
 def deadline_order(works: Sequence[Work]) -> list[Work]:
     """Return the earliest limit first; ties are ordered by id, so that the order does not depend on history."""
-    return sorted(works, key=lambda work: (work.limit_s, work.job_id))
+    return sorted(works, key=limit_and_id)
 
 
 class Attempt(NamedTuple):

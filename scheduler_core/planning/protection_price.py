@@ -5,8 +5,9 @@ Under contention, admitting every job that fits in order of arrival can trade tw
 arrivals until its deadline; a job is cheaper if it needs fewer slot-seconds for the same value. Arrival rates are
 learned from past arrivals by estimates with several half-lives (1, 4 and 36 hours unless ``protection_half_lives_s``
 is set), none of which looks further ahead than its reach. At each future time the largest estimate is used, because a
-short half-life alone would admit a huge job in a lull (Littlewood's rule, 1972, for jobs instead of passengers; in
-contrast, OASiS, INFOCOM 2018, prices slots by their use alone).
+short half-life alone would admit a huge job in a lull; and the more they are worth beside the newcomer, the more than
+expected is kept, since arrivals come by chance (Littlewood's rule, 1972, for jobs instead of passengers; in contrast,
+OASiS, INFOCOM 2018, prices slots by their use alone).
 
 With ``objective="auto"`` that is so once a job was refused for lack of slots, until none has been for as long as
 arrivals are remembered. Where everybody fits, it would only refuse jobs for others that never come; so until then the
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +30,8 @@ from elasticflow_airflow.scheduler_core.model.work import TOLERANCE_S, Work
 FORGOTTEN = 8.0
 """Arrivals older than this many times the longest half-life have no weight."""
 _BINS = 48
+_LEAST_CHANCE = 1e-3
+"""What is kept free by chance is used at least so often."""
 _LEAST_OBSERVED_S = 3600.0
 """Observation times below this count as this long: an hour is the least to learn rates from."""
 
@@ -51,17 +55,24 @@ def key_of(job_id: str) -> float:
 class Expectation(NamedTuple):
     """Number of slots that are expected to be used in each bin between ``edges``.
 
-    ``footprint`` is the least slot-seconds that the newcomer itself needs.
+    ``footprint`` is the least slot-seconds that the newcomer itself needs, ``by_chance`` how many more than expected
+    are kept free for the others.
     """
 
     edges: NDArray[np.float64]
     slots: NDArray[np.float64]
     footprint: float
+    by_chance: float = 0.0
 
     @property
     def slot_seconds(self) -> float:
         """The expected use until the newcomer's limit."""
         return float(self.slots @ np.diff(self.edges))
+
+    @property
+    def needed(self) -> float:
+        """The slot-seconds that have to be free until the newcomer's limit: for the others, and for itself."""
+        return self.slot_seconds + self.by_chance + self.footprint
 
     def times(self, factor: float) -> Expectation:
         """Return so many times the expected use."""
@@ -270,4 +281,27 @@ class Protection:
             return Expectation(np.array([now, limit_s]), np.zeros(1), footprint)
         edges = np.linspace(now, limit_s, _BINS + 1)
         expected = self._use_of(cheaper, now, (edges[:-1] + edges[1:]) / 2, agreed=agreed, sure=sure)
-        return Expectation(edges, expected, footprint)
+        by_chance = 0.0 if agreed or value <= 0.0 else self._by_chance(cheaper, now, limit_s, value / footprint)
+        return Expectation(edges, expected, footprint, by_chance)
+
+    def _by_chance(self, cheaper: NDArray[np.bool_], now: float, limit_s: float, worth: float) -> float:
+        """Return how many slot-seconds more than expected cheaper arrivals may need until a limit.
+
+        By Littlewood's rule so many are kept that all of them are used with a probability of at most ``worth``, the
+        newcomer's value per slot-second, over that of the others, taken together (EMSR-b; Belobaba, Operations
+        Research, 1992). Arrivals are independent, so the variance of what they need is the sum of the squares.
+        """
+        seen = self._seen(now)
+        first = float(seen.known[:, 0].min())
+        footprints, values = seen.known[cheaper, 1], seen.known[cheaper, 3]
+        largest = more = 0.0
+        for half_life, weights_of_all in zip(self.half_lives_s, seen.weights, strict=True):
+            decay, weights = math.log(2.0) / half_life, weights_of_all[cheaper]
+            observed = (1.0 - math.exp(-decay * max(now - first, _LEAST_OBSERVED_S))) / decay
+            expected = weights * (min(limit_s - now, self.reach * half_life) / observed)
+            needed = float(expected @ footprints)
+            if needed > largest:
+                chance = min(1.0, worth * float(weights @ footprints) / float(weights @ values))
+                deviations = NormalDist().inv_cdf(1.0 - max(_LEAST_CHANCE, chance)) if chance < 0.5 else 0.0
+                largest, more = needed, deviations * math.sqrt(float(expected @ footprints**2))
+        return self.weight * more

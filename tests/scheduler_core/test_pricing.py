@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -99,6 +100,29 @@ def test_after_few_arrivals_nothing_is_sure() -> None:
     assert learned.expected_use(long_ago, math.inf, long_ago + soon, sure=True)[0] == 0.0
 
 
+def test_the_more_others_are_worth_the_more_than_expected_is_kept_for_them() -> None:
+    learned = Protection((10 * HOUR,), reach=3.0, weight=1.0)
+    for number in range(1000):
+        learned.note(Arrival(600.0 * number, 600.0, 1000.0, 1.0))
+    now = 600.0 * 1000
+
+    def kept(slot_s: float, **how: bool) -> float:
+        """What is kept by chance from a job that needs so many slot-seconds in a day."""
+        limit = now + 24 * HOUR
+        work = Work("large", slot_s, now, 0, 0, 0.0, False, (1,), {1: 1.0}, 0.0, 0.0, 0.0, limit)
+        expected = learned.expectation(work, 1.0, now, limit, **how)
+        assert expected is not None
+        assert expected.needed == expected.slot_seconds + expected.by_chance + expected.footprint
+        return expected.by_chance
+
+    assert kept(900.0) == 0.0, "it is worth nearly as much as they are"
+    less, more, most = kept(1500.0), kept(6000.0), kept(60_000.0)
+    assert 0.0 < less < more < most
+    deviation = 600.0 * math.sqrt(24 * 6)  # a day's arrivals are Poisson: 144, give or take 12
+    assert most == pytest.approx(NormalDist().inv_cdf(0.99) * deviation, rel=0.02)
+    assert kept(60_000.0, agreed=True, sure=True) == 0.0
+
+
 def test_what_was_worked_out_before_changes_nothing() -> None:
     """Asked again and again, at other moments and after other arrivals, it expects what it would if asked once."""
     asked, so_far = protection((1.0, 36.0), reach=3.0), list[Arrival]()
@@ -153,6 +177,20 @@ def test_a_monster_is_refused_where_many_small_ones_are_expected(make_job, nodes
     assert isinstance(refused, de.Reject)
     assert "objective: value" in str(refused.reason)
     assert "fewer for the same value" in str(refused.reason)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_a_later_promise_needs_is_not_free_for_those_that_are_expected(make_job, nodes, before: bool) -> None:
+    scheduler, now = value_scheduler(nodes), 20_000.0
+    learn(scheduler, make_job, now)
+    if before:  # It leaves 50,000 slot-seconds until its deadline, and does not need those of the small ones.
+        later = make_job("later", steps=30_000.0, deadline=now + 20_000.0, curve={1: 1.0, 2: 2.0, 4: 4.0})
+        assert isinstance(verdict(scheduler.handle(ev.JobSubmitted(later), now)), de.Admit)
+    # Beside the small ones there is no moment for it; until its own deadline there are 72,000 slot-seconds.
+    newcomer = make_job("newcomer", steps=6000.0, deadline=now + 18_000.0, curve={4: 4.0}, min_workers=4)
+    found = verdict(scheduler.handle(ev.JobSubmitted(newcomer), now))
+    assert isinstance(found, de.Reject if before else de.Admit)
+    assert not before or "fewer for the same value" in str(found.reason)
 
 
 MEMORIES_S = (HOUR, 36 * HOUR)

@@ -238,8 +238,7 @@ class GroupMember:
                 continue
             end_s = time.monotonic() + RECOVERY_LIMIT_S
             if handover.failure is not None:
-                sys.stderr.write(f"elasticflow: generation {handover.generation} did not form: {handover.failure}\n")
-                self._leave_handover(handover, handover.failure)
+                self._leave_unformed(handover, handover.failure)
                 continue
             try:
                 return self._enter(handover, registered, facts, began_s, pending=pending, recovered=True)
@@ -263,8 +262,7 @@ class GroupMember:
             handover = self._handover
             if handover is None or handover.stopped or not handover.ready:
                 if handover is not None and handover.failure is not None:
-                    sys.stderr.write(f"elasticflow: generation {handover.generation} did not form: {handover.failure}\n")
-                    self._leave_handover(handover, handover.failure)  # a later plan follows
+                    self._leave_unformed(handover, handover.failure)  # a later plan follows
                     continue
                 self._news.wait(_WAIT_S) if handover is None else handover.wait(_WAIT_S)
                 self._news.clear()
@@ -351,6 +349,10 @@ class GroupMember:
         if not done:
             _look_at_joiners(handover)
             raise GroupBroken("a worker that joins did not take the state")
+
+    def _leave_unformed(self, handover: Handover, failure: str) -> None:
+        sys.stderr.write(f"elasticflow: generation {handover.generation} did not form: {failure}\n")
+        self._leave_handover(handover, failure)
 
     def _leave_handover(self, handover: Handover, why: str) -> None:
         """Abandon the handover for this worker, and unblock the workers that wait for it there."""
