@@ -22,7 +22,7 @@ MOVED = {
     "diagnosis": "api.diagnosis",
     "engines.local.supervisor": "engines.local.workers.supervisor",
     "insight": "api.insight",
-    "listeners": "task.on_success_and_failure",
+    "listeners": "task.acknowledging",
     "runtime.aiming": "runtime.gang.handover",
     "runtime.checkpointer": "runtime.checkpoints.checkpointer",
     "runtime.container": "runtime.stores.file_format",

@@ -6,7 +6,7 @@ from typing import Any
 
 from airflow.plugins_manager import AirflowPlugin
 
-from elasticflow_airflow.task import on_success_and_failure
+from elasticflow_airflow.task import acknowledging
 
 _RUN = "elasticflow/?dag_id={DAG_ID}&run_id={RUN_ID}"
 _ICONS = {"icon": "elasticflow/static/icon.svg", "icon_dark_mode": "elasticflow/static/icon-dark.svg"}
@@ -17,7 +17,7 @@ class ElasticFlowPlugin(AirflowPlugin):
     """Registers the listener, which reports how elastic tasks ended, and the pages that show what the service does."""
 
     name = "elasticflow"
-    listeners: list[Any] = [on_success_and_failure]  # noqa: RUF012 - the name and kind that Airflow looks for
+    listeners: list[Any] = [acknowledging]  # noqa: RUF012 - the name and kind that Airflow looks for
     # No leading slash in the URLs: Airflow resolves them under its base URL.
     external_views: list[Any] = [  # noqa: RUF012 - as above
         {

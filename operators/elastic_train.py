@@ -249,7 +249,7 @@ class ElasticTrainOperator(ReportsLineage, BaseOperator):
         self._dag_alerts = alerts_of(dag_of(self))
         """The DAG's DeadlineAlerts at parse time. DAG tests remove them, because dag.test() cannot end with them."""
         self.elasticflow_job: LeasedJob | None = None
-        """The job of this attempt; ``task/on_success_and_failure.py`` acknowledges or cancels it."""
+        """The job of this attempt; ``task/acknowledging.py`` acknowledges or cancels it."""
         self._in_flight: InFlight | None = None
         self._task_instance: Any = None
         self._context: Context = {}

@@ -5,8 +5,8 @@ that finding a free aligned block takes a handful of shifts even with ten thousa
 Within a node, blocks result from binary decomposition (a node of 6 is 4 + 2). Across nodes of the same type and size,
 they consist of the largest block of each node, if that is the whole node or has at least four slots: two nodes of 6
 hold a gang of 8, as 4 + 4, and their other slots are for gangs within a node. Two nodes of 3 hold no gang of 4: with so
-few workers per node it would be limited by the network. Busy, lost and draining slots are not free; they break the
-blocks that contain them. Knows no jobs, no time, no promises.
+few workers per node it would be limited by the network. Slots that are not free break the blocks that contain them;
+until when those of draining nodes are is in ``availability.py``. Knows no jobs, no time, no promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 See ElasticFlow, ASPLOS 2023, section 4.1. A job that is at risk already does not block newcomers. If filling in
 deadline order fails, other placements in time and other orders are tried. A rejection offers the earliest deadline that
-the same procedure admits at this moment. Slots of nodes that drain count until they drain (``cluster/placement.py``).
+the same procedure admits at this moment. Slots of draining nodes count until these go (``cluster/availability.py``).
 """
 
 from __future__ import annotations

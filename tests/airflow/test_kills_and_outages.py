@@ -28,7 +28,7 @@ from support.elastic_tasks import Store, success
 
 from elasticflow_airflow.api import State
 from elasticflow_airflow.operators import elastic_train
-from elasticflow_airflow.task import on_success_and_failure
+from elasticflow_airflow.task import acknowledging
 from elasticflow_airflow.triggers import ElasticFlowJobTrigger
 
 context_of = partial(elastic_tasks.context_of, state="running")
@@ -317,7 +317,7 @@ def test_a_trigger_that_breaks_costs_no_retry(service, make_task):
     last = make_task()
     with pytest.raises(TaskDeferralError):
         last.resume_execution("__fail__", {"error": "Trigger failure"}, context_of(last, store))
-    on_success_and_failure.on_task_instance_failed(
+    acknowledging.on_task_instance_failed(
         previous_state=None, task_instance=SimpleNamespace(task=last, state="failed"), error=None
     )
     assert len(service.did("cancel")) == 1  # the listener knows the job of a task that was only resumed

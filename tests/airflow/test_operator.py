@@ -22,7 +22,7 @@ from support.elastic_tasks import Store, context_of, success
 
 from elasticflow_airflow.api import Event, State, Verdict
 from elasticflow_airflow.exceptions import JobRejected
-from elasticflow_airflow.task import on_success_and_failure
+from elasticflow_airflow.task import acknowledging
 from elasticflow_airflow.waiting.leased_jobs import lease_renewer
 
 
@@ -87,10 +87,10 @@ def test_success_is_acknowledged_by_the_listener_only(service, make_status, make
     service.statuses = [success(make_status)]
     task = make_task()
     task.execute(context_of(task))
-    on_success_and_failure.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace(task=task))
+    acknowledging.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace(task=task))
     assert [body["claim"] for body in service.did("acknowledge")] == [1]
-    on_success_and_failure.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace(task=None))
-    on_success_and_failure.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace())
+    acknowledging.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace(task=None))
+    acknowledging.on_task_instance_success(previous_state=None, task_instance=SimpleNamespace())
     assert len(service.did("acknowledge")) == 1
 
 
@@ -100,7 +100,7 @@ def test_a_task_that_failed_for_good_takes_its_job_with_it(service, make_status,
     task = make_task()
     task.execute(context_of(task))
     ti = SimpleNamespace(task=task, state=state)
-    on_success_and_failure.on_task_instance_failed(previous_state=None, task_instance=ti, error=None)
+    acknowledging.on_task_instance_failed(previous_state=None, task_instance=ti, error=None)
     assert len(service.did("cancel")) == cancels
 
 

@@ -67,7 +67,7 @@ assert "torch" not in sys.modules
 
 def test_plugin_registers_the_listener():
     from elasticflow_airflow.plugin import ElasticFlowPlugin
-    from elasticflow_airflow.task import on_success_and_failure
+    from elasticflow_airflow.task import acknowledging
 
-    assert ElasticFlowPlugin().listeners == [on_success_and_failure]
-    assert hasattr(on_success_and_failure.on_task_instance_success, "airflow_impl")
+    assert ElasticFlowPlugin().listeners == [acknowledging]
+    assert hasattr(acknowledging.on_task_instance_success, "airflow_impl")

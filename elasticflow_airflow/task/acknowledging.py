@@ -1,4 +1,4 @@
-"""Reports to the service how an elastic task ended, once Airflow itself has recorded it.
+"""Acknowledges the job of a task that succeeded, or cancels that of one that failed, once Airflow has recorded it.
 
 A success is acknowledged here and never in ``execute()``: a task killed between the acknowledgement and Airflow's own
 record would train twice. When a task has failed for good, its job is cancelled here, because Airflow does not call
