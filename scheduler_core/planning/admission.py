@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import nsmallest
+from itertools import accumulate
 
 from elasticflow_airflow.scheduler_core.cluster.placement import Layout
 from elasticflow_airflow.scheduler_core.cluster.timeline import FreeCapacity
@@ -241,9 +242,11 @@ class AdmissionControl:
         now, earlier, later = self.planner.now, self._earlier(limit), self._soon_after(limit)
         if self._surely_keeps_free(slot_s, limit, earlier, later):
             return True
-        untils = [limit, *(work.limit_s for work in later)]
+        planner, untils = self.planner, [limit, *(work.limit_s for work in later)]
+        used = planner.filling.used(deadline_order([*earlier, *later]), planner.layout.largest_block)
+        taken = list(accumulate(used, initial=0.0))[len(earlier) :]
         return all(
-            self._beside([*earlier, *later[:count]]).slot_seconds(now, until) >= slot_s
+            planner.filling.free.slot_seconds(now, until) - taken[count] >= slot_s
             for count, until in enumerate(untils)
             if count + 1 == len(untils) or untils[count + 1] > until
         )

@@ -176,9 +176,17 @@ class Filling:
 
         Nothing is taken by the first one that does not fit, and by those after it.
         """
-        top = max((top, *(work.sizes[-1] for work in works if work.sizes)))
-        filled, count = self._filled([(work, 0.0) for work in works], top, ShareShape.FLAT)
+        filled, count = self._flat(works, top)
         return filled.after(count)
+
+    def used(self, works: Sequence[Work], top: int) -> list[float]:
+        """Return the slot-seconds that each work takes where :meth:`left` leaves the rest; 0: it gets nothing."""
+        filled, count = self._flat(works, top)
+        return [*map(_slot_seconds, filled.shares[:count]), *[0.0] * (len(works) - count)]
+
+    def _flat(self, works: Sequence[Work], top: int) -> tuple[_Filled, int]:
+        top = max((top, *(work.sizes[-1] for work in works if work.sizes)))
+        return self._filled([(work, 0.0) for work in works], top, ShareShape.FLAT)
 
     def _filled(self, asked: Sequence[tuple[Work, float]], top: int, shape: ShareShape) -> tuple[_Filled, int]:
         """Return a filling that begins with this order, and how many of its works fit."""
